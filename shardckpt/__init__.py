@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from shardckpt.state.model.model_state_dict import model_state_dict
     from shardckpt.state.optim.load_optim_state_dict import load_optim_state_dict
     from shardckpt.state.optim.optim_state_dict import optim_state_dict
+    from shardckpt.stream.publish.ledger import Anchors
+    from shardckpt.stream.publish.publisher import Publisher
+    from shardckpt.stream.receive.subscriber import Subscriber
     from shardckpt.tiers.local_folder import Local
     from shardckpt.tiers.peer_memory import PeerMemory
     from shardckpt.tiers.tier_list import list_tiers, stop_tiers
@@ -83,6 +86,9 @@ _HOMES = {
     "shardckpt.state.model.model_state_dict": ("model_state_dict",),
     "shardckpt.state.optim.load_optim_state_dict": ("load_optim_state_dict",),
     "shardckpt.state.optim.optim_state_dict": ("optim_state_dict",),
+    "shardckpt.stream.publish.ledger": ("Anchors",),
+    "shardckpt.stream.publish.publisher": ("Publisher",),
+    "shardckpt.stream.receive.subscriber": ("Subscriber",),
     "shardckpt.tiers.local_folder": ("Local",),
     "shardckpt.tiers.peer_memory": ("PeerMemory",),
     "shardckpt.tiers.tier_list": ("list_tiers", "stop_tiers"),
@@ -95,6 +101,8 @@ _NEEDS_TORCH = (
     "shardckpt.checkpoint.",
     "shardckpt.checkpointer",
     "shardckpt.state.",
+    "shardckpt.stream.publish.publisher",
+    "shardckpt.stream.receive.subscriber",
     "shardckpt.tiers.local_folder",
     "shardckpt.tiers.peer_memory",
     "shardckpt.witness.prove_resume",
@@ -104,13 +112,16 @@ _NEEDS_TORCH = (
 __version__ = "0.2.0"
 
 __all__ = [
+    "Anchors",
     "Checkpointer",
     "Local",
     "Options",
     "PeerMemory",
     "PerRank",
+    "Publisher",
     "RNGState",
     "ShardckptError",
+    "Subscriber",
     "Variant",
     "Witness",
     "__version__",

@@ -19,12 +19,14 @@ ShardckptError
 │   ├── UnknownNameError (KeyError)           the checkpoint has no entry of that name
 │   ├── MissingPackageError (ModuleNotFoundError)  the module needs a package that is not installed
 │   │   └── MissingTorchError                 the call needs torch, which is not installed
+│   ├── PublisherReplacedError                a later publisher writes the stream
 │   └── AmbiguousError (LookupError)          several answers are possible; the message names the option that decides
 ├── StateDictError (RuntimeError)             a method of a user's object failed       exit code 1
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
 ├── NoMemoryError (MemoryError)               a tensor does not fit into memory        exit code 3
 ├── StateMismatchError (RuntimeError)         a state does not fit the model
 │   └── MismatchError (UsageError)            a checkpoint does not fit the state to load
+├── PoisonedError (RuntimeError)              weights were changed in part          exit code 3
 ├── ResumeDivergence (RuntimeError)           the resumed run is not the saved one
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
     ├── MissingFileError (FileNotFoundError)  a requested file does not exist
@@ -58,7 +60,9 @@ __all__ = [
     "NoMemoryError",
     "NoSpaceError",
     "OverlapError",
+    "PoisonedError",
     "PrecisionError",
+    "PublisherReplacedError",
     "RankError",
     "ResumeDivergence",
     "ShardckptError",
@@ -306,6 +310,16 @@ class MissingTorchError(MissingPackageError):
 
 class AmbiguousError(UsageError, LookupError):
     """The checkpoint allows more than one reading; an option decides."""
+
+
+class PublisherReplacedError(UsageError):
+    """A later publisher writes this stream of weights."""
+
+
+class PoisonedError(ShardckptError, RuntimeError):
+    """A version was applied in part, so the weights are of no version: only a full version replaces them."""
+
+    exit_code = 3
 
 
 class StateDictError(ShardckptError, RuntimeError):

@@ -39,6 +39,7 @@ EXIT_CODES = {
     errors.UsageError: 2,
     errors.StorageError: 3,
     errors.RankError: 3,
+    errors.PoisonedError: 3,
     errors.StateMismatchError: 1,
     errors.ResumeDivergence: 1,
 }

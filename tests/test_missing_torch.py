@@ -33,6 +33,8 @@ IN_A_JOB = {
     "optim_state_dict",
     "prove_resume",
     "register_slot",
+    "Publisher",
+    "Subscriber",
     "save",
 }
 """Public names that need torch."""

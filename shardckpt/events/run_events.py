@@ -142,3 +142,48 @@ class WaitEvent(OperationEvent):
     operation: ClassVar[str] = "wait"
     call: str = ""
     waits_for: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PublishEvent(OperationEvent):
+    """A version of the weights in a stream was published (`Publisher.publish`), in the background.
+
+    Phases: `waiting` for the previous version, `capture` (flatten and plan), `staging` (copy and cast), `write`
+    (compare, encode, write), `publish` (commit), `anchor`.
+
+    Attributes:
+        version: Number of the version.
+        epoch: Start of a publisher in the stream.
+        changed: Elements that this rank published.
+        elements: Elements that this rank compared.
+        has_anchor: Whether all weights were written too.
+    """
+
+    operation: ClassVar[str] = "publish"
+    version: int = 0
+    epoch: int = 0
+    changed: int = 0
+    elements: int = 0
+    has_anchor: bool = False
+
+
+@dataclass(frozen=True)
+class ReceiveEvent(OperationEvent):
+    """A receiver of a stream staged a version (`Subscriber.stage`).
+
+    Phases: `plan` (find the version), `read` (read, verify, combine), `verify` (compare digests with all workers).
+
+    Attributes:
+        version: Number of the version.
+        epoch: Start of a publisher in the stream.
+        versions: Versions that were combined.
+        changed: Elements that changed on this worker.
+        is_full: Whether all weights are staged.
+    """
+
+    operation: ClassVar[str] = "receive"
+    version: int = 0
+    epoch: int = 0
+    versions: int = 0
+    changed: int = 0
+    is_full: bool = False

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import NoReturn, Protocol
 
-from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
+from shardckpt.errors import MissingFileError, TargetExistsError, TruncatedError, UnsafeError
 from shardckpt.storage.linux_syscalls import STEP_BYTES, start_writeback
 from shardckpt.storage.orphans import close, make_partial_file, release
 from shardckpt.storage.store import (
@@ -145,8 +145,8 @@ class LocalStore:
                 self._files.popitem(last=False)
         return file
 
-    def create(self, name: str) -> LocalWriter:
-        """Start a new file and create its parent folders."""
+    def create(self, name: str, *, is_new: bool = False) -> LocalWriter:
+        """Start a new file and create its parent folders; `is_new` fails at the end if the name is in use by then."""
         path = self._path(name, follow=False)
         with convert_os_errors("cannot create", path):
             if not os.path.isdir(self._root):
@@ -154,7 +154,7 @@ class LocalStore:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             parts = name.split("/")[:-1]
             folders = [os.path.join(self._root, *parts[:depth]) for depth in range(len(parts), -1, -1)]
-            return LocalWriter(path, folders, self.close)
+            return LocalWriter(path, folders, self.close, is_new=is_new)
 
     def delete(self, name: str) -> None:
         """Remove a file, or a link but not its target, durably; a missing one is not an error."""
@@ -314,9 +314,12 @@ def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
 class LocalWriter(ClosingWriter):
     """Writer of a file under a temporary name until `close` has synced and renamed it."""
 
-    def __init__(self, path: str, folders: Sequence[str], appeared: Callable[[], None]) -> None:
+    def __init__(
+        self, path: str, folders: Sequence[str], appeared: Callable[[], None], *, is_new: bool = False
+    ) -> None:
         self._path = path
         self._folders = folders
+        self._is_new = is_new
         self._appeared = appeared
         self._partial, self._fd = make_partial_file(path)
         self._buffer: memoryview | None = None
@@ -363,7 +366,10 @@ class LocalWriter(ClosingWriter):
             with convert_os_errors("cannot finish", self._path):
                 self._sync()
                 self._close_fd()
-                os.replace(self._partial, self._path)
+                if self._is_new:
+                    self._link()
+                else:
+                    os.replace(self._partial, self._path)
                 self._appeared()
                 for folder in self._folders:
                     sync_folder(folder)
@@ -373,6 +379,14 @@ class LocalWriter(ClosingWriter):
 
     def _sync(self) -> None:
         os.fsync(self._fd)
+
+    def _link(self) -> None:
+        """Give the file its final name unless another file has it; a rename would replace that."""
+        try:
+            os.link(self._partial, self._path)
+        except FileExistsError as error:
+            raise TargetExistsError("another file has this name", where=self._path) from error
+        os.unlink(self._partial)
 
     def abort(self) -> None:
         """Remove the written bytes; never raises."""

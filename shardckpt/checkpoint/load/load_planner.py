@@ -44,7 +44,7 @@ from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.keys.kinds import is_sharded_tensor
 from shardckpt.state.keys.slots import is_wrapper_subclass
 from shardckpt.state.local.quant_states import QuantState
-from shardckpt.state.local.tensor_shards import get_tensor_shards
+from shardckpt.state.local.tensor_shards import TensorShards, get_tensor_shards
 
 
 def plan_load(
@@ -228,6 +228,9 @@ class _LoadPlanner:
             self.visit(value, (*path, name), _refuse)
         self._builder.plan.taken |= {(*path, name) for name in EXTRAS}
 
+    def _tensor_shards(self, value: TensorShards, path: Path, _put: Put) -> None:
+        self._builder.add_array(path, path, value)
+
     def _module(self, module: nn.Module, path: Path, _put: Put) -> None:
         from shardckpt.state.model.module_hooks import find_quantized  # noqa: PLC0415  (tensors alone need no engine)
 
@@ -337,6 +340,7 @@ class _LoadPlanner:
         LeafKind.PER_RANK: _per_rank,
         LeafKind.STATEFUL: _stateful,
         LeafKind.ARRAY: _array,
+        LeafKind.SHARDS: _tensor_shards,
         LeafKind.CONTAINER: _container,
     }
 

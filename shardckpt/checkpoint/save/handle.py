@@ -49,9 +49,11 @@ class SaveTimings:
 class AsyncSaveTask:
     """A background save: its thread, phases and error."""
 
-    def __init__(self, path: str, on_event: OnEvent | None, *, is_tolerated: bool = False) -> None:
+    def __init__(
+        self, path: str, on_event: OnEvent | None, *, is_tolerated: bool = False, recorder: Recorder | None = None
+    ) -> None:
         self.path, self._is_tolerated = path, is_tolerated
-        self.recorder = Recorder(SaveEvent, path, {"is_background": True})
+        self.recorder = recorder or Recorder(SaveEvent, path, {"is_background": True})
         self._on_event = on_event
         # On some ranks the call itself may run the rest, so its name is that of the call.
         self._call = get_current_call().name or "async_save"
@@ -69,7 +71,8 @@ class AsyncSaveTask:
     @property
     def timings(self) -> SaveTimings:
         """Durations of the phases that have ended, in seconds."""
-        return SaveTimings(**self.recorder.phases)
+        known = SaveTimings.__dataclass_fields__
+        return SaveTimings(**{name: seconds for name, seconds in self.recorder.phases.items() if name in known})
 
     def emit(self, error: BaseException | None) -> None:
         """Emit the save's event, only once, since the save ends now."""

@@ -279,6 +279,9 @@ class _StateFlattener:
         is_full = (is_plain or not isinstance(value, DTensor)) and 0 not in array.shape
         return self._add(path, array, _memory(array) if is_full else ("object", id(value)), kind)
 
+    def _tensor_shards(self, value: TensorShards, path: Path) -> Any:
+        return self._add(path, value, ("shards", path))
+
     def _sharded_tensor(self, value: torch.Tensor, path: Path) -> Any:
         """Add a ShardedTensor, which torch's wrapper returns without a mesh."""
         self._kept.append(value)
@@ -447,6 +450,7 @@ class _StateFlattener:
         LeafKind.STATEFUL: _stateful,
         LeafKind.CONTAINER: _column,
         LeafKind.ARRAY: _array,
+        LeafKind.SHARDS: _tensor_shards,
     }
 
 

@@ -20,6 +20,7 @@ from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.errors import UnsupportedError
 from shardckpt.manifest import Path, dotted
+from shardckpt.state.local.tensor_shards import TensorShards
 
 
 class LeafKind(Enum):
@@ -33,6 +34,7 @@ class LeafKind(Enum):
     PER_RANK = "per-rank value"
     STATEFUL = "stateful"
     ARRAY = "array"  # of NumPy
+    SHARDS = "shards"  # `TensorShards`, which a stream saves
     CONTAINER = "container"  # a dict, list or tuple; a leaf only if `enter` says so
 
 
@@ -58,6 +60,7 @@ _CLASSES: tuple[tuple[type, LeafKind], ...] = (
     (PerRank, LeafKind.PER_RANK),
     (Stateful, LeafKind.STATEFUL),
     (np.ndarray, LeafKind.ARRAY),
+    (TensorShards, LeafKind.SHARDS),
 )
 
 # Nearly all values have one of these classes, so that no further look is needed.

@@ -21,6 +21,7 @@ from shardckpt.checkpoint.stateful.state_stream import build_stream
 from shardckpt.checkpoint.stateful.walk import Leaf, LeafKind, find_kind, map_leaves, walk
 from shardckpt.errors import UnsupportedError
 from shardckpt.ranks.linked_group import ALONE
+from shardckpt.state.local.tensor_shards import get_tensor_shards
 from shardckpt.witness.state_digests import StateReader
 from shardckpt.witness.trained_objects import find_trained_objects
 
@@ -70,6 +71,10 @@ OBJECTS: dict[LeafKind, tuple[Callable[[int], Any], Callable[[Any], float]]] = {
     LeafKind.PER_RANK: (shardckpt.PerRank, lambda value: float(value.held)),
     LeafKind.STATEFUL: (Clock, lambda value: float(value.time)),
     LeafKind.ARRAY: (lambda number: np.full(3, float(number)), lambda value: float(value[0])),
+    LeafKind.SHARDS: (
+        lambda number: get_tensor_shards(torch.full((3,), float(number))),
+        lambda value: float(value.shards[0].tensor[0]),
+    ),
     LeafKind.CONTAINER: (lambda number: [number, torch.ones(1)], lambda value: float(value[0])),
 }
 

@@ -1,0 +1,1 @@
+"""A stream of weights: versions as verified changes, from a sharded trainer to any server."""

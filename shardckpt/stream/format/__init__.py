@@ -1,0 +1,1 @@
+"""What a stream stores: records, files of changes, digests, and the way to a version."""

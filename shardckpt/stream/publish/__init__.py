@@ -1,0 +1,1 @@
+"""Publish versions: keep the last one, compare, write, commit."""

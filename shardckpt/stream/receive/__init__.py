@@ -1,0 +1,1 @@
+"""Receive versions: read, verify and combine, then apply."""

@@ -1,0 +1,177 @@
+"""Stage a version: read and verify what leads to it, and combine its changes, while the server serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardckpt.boxes import Box, intersect, shift
+from shardckpt.checkpoint.load.source import CheckpointSource
+from shardckpt.errors import CheckpointError
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
+from shardckpt.stream.format.chain import Chain
+from shardckpt.stream.format.codec import (
+    BoxChange,
+    apply_part,
+    compose_changes,
+    decode_change,
+    map_change,
+    shift_positions,
+)
+from shardckpt.stream.format.delta_file import LocatedChange, read_changes, read_index
+from shardckpt.stream.format.digest import Digest
+from shardckpt.stream.format.stream_folder import StreamFolder
+from shardckpt.stream.format.stream_records import VersionCommit
+from shardckpt.stream.receive.mirror import HeldBox, Mirror, digest_change
+
+__all__ = ["StagedWeights", "stage_weights", "view_as_tensor"]
+
+_ROOT = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """A version that is ready to apply: all boxes in a buffer, or changes of the held ones."""
+
+    target: VersionCommit
+    buffer: NDArray[np.uint8] | None  # None if the version is changes of what the mirror holds
+    changes: Mapping[HeldBox, BoxChange]
+    digests: Mapping[str, Digest]  # this worker's part of the result
+    versions: int  # how many were combined
+
+    @property
+    def changed(self) -> int:
+        """Number of elements to write."""
+        if self.buffer is not None:
+            return len(self.buffer)
+        return sum(len(change.values) for change in self.changes.values())
+
+
+def stage_weights(folder: StreamFolder, chain: Chain, mirror: Mirror, *, is_full: bool) -> StagedWeights:
+    """Read what leads to a version.
+
+    Args:
+        folder: The stream.
+        chain: The way to the version.
+        mirror: What this worker holds; unchanged.
+        is_full: Whether all boxes are needed, because the server has none of the stream's versions.
+    """
+    if chain.anchor is None and not is_full:
+        return _stage_changes(folder, chain, mirror)
+    buffer = mirror.allocate()
+    try:
+        if chain.anchor is None:
+            for box in mirror.boxes:
+                box.view(buffer)[:] = mirror.view(box)
+        else:
+            _read_anchor(folder, chain, mirror, buffer)
+        for box, changes in _collect(folder, chain.deltas, mirror.boxes).items():
+            values = box.view(buffer)
+            for change, where in changes:
+                apply_part(change, where, values, box.box)
+        return StagedWeights(chain.target, buffer, {}, mirror.digest_all(buffer), len(chain.deltas))
+    except BaseException:
+        mirror.discard(buffer)
+        raise
+
+
+def _stage_changes(folder: StreamFolder, chain: Chain, mirror: Mirror) -> StagedWeights:
+    composed: dict[HeldBox, BoxChange] = {}
+    digests = dict(mirror.digests)
+    for box, changes in _collect(folder, chain.deltas, mirror.boxes).items():
+        old = mirror.view(box)
+        change = _compose(changes, box, old)
+        if not len(change.values):
+            continue
+        composed[box] = change
+        digests[box.name] += digest_change(box, change, old)
+    return StagedWeights(chain.target, None, composed, digests, len(chain.deltas))
+
+
+def _compose(changes: Sequence[tuple[BoxChange, Box]], held: HeldBox, old: NDArray[Any]) -> BoxChange:
+    """Return the changes of parts of a held box as one change of the box."""
+    if all(where == held.box or not change.is_full for change, where in changes):
+        return compose_changes([_widen(change, where, held.box) for change, where in changes])
+    made = old.copy()
+    for change, where in changes:
+        apply_part(change, where, made, held.box)
+    xor = old ^ made
+    positions = np.flatnonzero(xor)
+    return BoxChange(len(old), positions, xor[positions])
+
+
+def _widen(change: BoxChange, where: Box, held: Box) -> BoxChange:
+    """Return a part's change, which has positions, as a change of the held box."""
+    if where == held:
+        return change
+    positions = shift_positions(change, held.size, shift(where, held.offset))
+    return BoxChange(held.volume, positions, change.values)
+
+
+def _collect(
+    folder: StreamFolder, commits: Sequence[VersionCommit], boxes: Sequence[HeldBox]
+) -> dict[HeldBox, list[tuple[BoxChange, Box]]]:
+    """Return the changes for held boxes, in the order of versions, each without what is not held."""
+    by_name: dict[str, list[HeldBox]] = {}
+    for held in boxes:
+        by_name.setdefault(held.name, []).append(held)
+    tensors = folder.record.tensors
+    found: dict[HeldBox, list[tuple[BoxChange, Box]]] = {}
+    for commit in commits:
+        index = read_index(folder.store, commit.version, commit.files, commit.stream, tensors)
+        wanted = [each for each in index if _is_held(each, by_name)]
+        for located, data in read_changes(folder.store, wanted):
+            width = _element_bytes(tensors[located.name].dtype)
+            where = f"{folder.url}/{located.file}: {located.name}"
+            change = decode_change(data, numel=located.box.volume, itemsize=width, where=where)
+            for held in by_name[located.name]:
+                part = intersect(located.box, held.box)
+                if part is not None and part.volume:
+                    found.setdefault(held, []).append((map_change(change, located.box, part), part))
+    return found
+
+
+def _is_held(change: LocatedChange, by_name: Mapping[str, Sequence[HeldBox]]) -> bool:
+    return any(intersect(change.box, held.box) is not None for held in by_name.get(change.name, ()))
+
+
+def _element_bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def _read_anchor(folder: StreamFolder, chain: Chain, mirror: Mirror, buffer: NDArray[np.uint8]) -> None:
+    """Read this worker's boxes of an anchor."""
+    assert chain.anchor is not None, "the chain starts at one"
+    url = folder.name_anchor(chain.anchor)
+    source = CheckpointSource(url, "read")
+    wanted = []
+    for name, shards in _group(mirror.boxes, buffer):
+        entry = source.arrays.get((_ROOT, name))
+        if entry is None or (tuple(entry.shape), entry.dtype) != (shards.shape, str(shards.dtype)[6:]):
+            raise CheckpointError("the anchor has another tensor than the stream", where=url, found=name)
+        wanted.append((entry, shards))
+    source.fill(wanted)
+
+
+def _group(boxes: Sequence[HeldBox], buffer: NDArray[np.uint8]) -> Iterator[tuple[str, TensorShards]]:
+    """Yield the boxes of each tensor as its shards."""
+    shards: dict[str, list[LocalShard]] = {}
+    first: dict[str, HeldBox] = {}
+    for box in boxes:
+        first.setdefault(box.name, box)
+        shards.setdefault(box.name, []).append(
+            LocalShard(box.box, view_as_tensor(box.dtype, box.view(buffer)).view(box.box.size))
+        )
+    for name, each in shards.items():
+        yield name, TensorShards(first[name].shape, getattr(torch, first[name].dtype), tuple(each))
+
+
+def view_as_tensor(dtype: str, values: NDArray[Any]) -> torch.Tensor:
+    """Return flat elements as a tensor over the same memory."""
+    made: torch.Tensor = torch.from_numpy(values.view(np.uint8)).view(getattr(torch, dtype))
+    return made

@@ -1,0 +1,432 @@
+"""`Subscriber`: receive versions of weights; each is applied entirely, or not at all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardckpt.boxes import Box, Shape, full_box
+from shardckpt.checkpoint.save.planner import capture_error
+from shardckpt.encodings.typed_json import decode, encode
+from shardckpt.errors import (
+    ChecksumError,
+    PoisonedError,
+    ShardckptError,
+    SourceNotFoundError,
+    UsageError,
+    describe,
+)
+from shardckpt.events import OnEvent, ReceiveEvent, Recorder, record_operation, require_on_event
+from shardckpt.events.recorder import enter_call
+from shardckpt.events.warn_user import warn_user
+from shardckpt.plan.layout.box_codec import pack_message, unpack_message
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
+from shardckpt.storage.resolve_url import as_url
+from shardckpt.stream.format.chain import plan_chain
+from shardckpt.stream.format.stream_folder import StreamFolder
+from shardckpt.stream.format.stream_records import Version, VersionCommit
+from shardckpt.stream.receive.mirror import Mirror, place_boxes
+from shardckpt.stream.receive.staged_weights import StagedWeights, stage_weights, view_as_tensor
+from shardckpt.stream.receive.targets import TensorChange, TensorTarget, WeightTarget, as_target
+from shardckpt.stream.receive.worker_parts import count_once, require_digests
+
+__all__ = ["Staged", "Subscriber", "SubscriberState"]
+
+Layout: TypeAlias = "nn.Module | Callable[[str, Shape], Box | Sequence[Box] | None] | None"
+
+_POLL_S = 0.05
+
+
+class SubscriberState(Enum):
+    """Whether a receiver's weights are those of one version."""
+
+    READY = "ready"
+    STAGED = "staged"  # a version is read and verified; the weights are still the old ones
+    APPLYING = "applying"
+    POISONED = "poisoned"  # a version was applied in part; only a full version replaces it
+
+
+class _Target(NamedTuple):
+    """Rank 0's choice of a version, for all workers."""
+
+    version: Version
+    is_full: bool  # whether a worker needs all weights
+
+
+class Subscriber:
+    """Receives the versions of a stream, on one process or on all workers of a server.
+
+    Every worker makes the same calls. A version is read, verified and combined while the server serves. Then all
+    workers apply it, or none does.
+
+    Args:
+        url: Folder or URL of the stream.
+        mirror: Folder that keeps the held version for a restart, such as one in `/dev/shm`; by default memory of this
+            process. Workers share it: each has a folder in it.
+        layout: Boxes that this worker holds: a function of a tensor's name and shape, which returns a `Box`, several,
+            or None; or a module, whose shards count. By default every tensor in full.
+        process_group: The server's workers; by default all ranks.
+        on_event: Called with each `ReceiveEvent`.
+
+    Attributes:
+        url: The stream.
+
+    Raises:
+        UsageError: An argument has a wrong type.
+
+    Examples:
+        >>> subscriber = shardckpt.Subscriber("s3://bucket/stream")  # doctest: +SKIP
+        >>> subscriber.stage().commit(model)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        mirror: str | os.PathLike[str] | None = None,
+        layout: Layout = None,
+        process_group: dist.ProcessGroup | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        if not (layout is None or callable(layout)):
+            raise UsageError("`layout` must be a module or a function", found=type(layout).__name__)
+        require_on_event(on_event)
+        self.url = as_url(url)
+        self._folder = StreamFolder(self.url)
+        self._mirror_root = None if mirror is None else os.fspath(mirror)
+        self._layout, self._group, self._on_event = layout, process_group, on_event
+        self._state = SubscriberState.READY
+        self._mirror: Mirror | None = None
+        self._is_counted: Mapping[str, bool] = {}  # whether this worker's part counts, by name
+        self._applied: Version | None = None  # in the server; None if unknown
+        self._failed: Version | None = None  # that poisoned the weights
+        self._staged: Staged | None = None
+
+    @property
+    def state(self) -> SubscriberState:
+        """Whether the weights are those of one version."""
+        return self._state
+
+    @property
+    def held(self) -> Version | None:
+        """The version that was applied; None before the first one."""
+        return self._applied
+
+    @property
+    def label(self) -> str:
+        """The held version's number as text; `poisoned:NUMBER` after a failed update, empty before the first one."""
+        if self._state is SubscriberState.POISONED and self._failed is not None:
+            return f"poisoned:{self._failed.number}"
+        return "" if self._applied is None else str(self._applied.number)
+
+    def stage(self, target: int | None = None, *, timeout_s: float = 0.0) -> Staged:
+        """Read and verify a version. Nothing that the server uses changes. Collective.
+
+        Args:
+            target: Number of the version; by default the newest one.
+            timeout_s: Seconds to wait for the version, or for a newer one than the held one.
+
+        Returns:
+            The version; `commit` it, or `abort` it. It has no changes if the server holds it already.
+
+        Raises:
+            SourceNotFoundError: No stream is here, or the version is not published within the limit.
+            IncompleteError: A version between is gone, and no anchor replaces it.
+            ChecksumError: Bytes differ from their hash, or weights from their digest.
+            FormatError: A file cannot be read.
+            RankError: Another worker failed or is lost; the message names it.
+            StorageError: The store failed.
+        """
+        self._drop_staged()
+        with (
+            enter_call("stage", self.url, self._on_event),
+            record_operation(ReceiveEvent, self.url, self._on_event) as recorder,
+        ):
+            ranks = get_ranks(self._group)
+            recorder.values["rank"] = ranks.rank
+            with recorder.phase("plan"):
+                chosen = self._choose(ranks, target, timeout_s)
+            recorder.values |= {"version": chosen.version.number, "epoch": chosen.version.epoch}
+            weights = self._receive(ranks, chosen, recorder)
+            self._staged = Staged(self, weights, self._applied, chosen.is_full)
+            if self._state is SubscriberState.READY:
+                self._state = SubscriberState.STAGED
+            return self._staged
+
+    def close(self) -> None:
+        """Release the mirror."""
+        self._drop_staged()
+        if self._mirror is not None:
+            self._mirror.close()
+
+    def _drop_staged(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.weights.buffer is not None and self._mirror is not None:
+            self._mirror.discard(staged.weights.buffer)
+        if self._state is SubscriberState.STAGED:
+            self._state = SubscriberState.READY
+
+    # Stage: one message to choose the version, one to vote.
+
+    def _choose(self, ranks: LinkedGroup, target: int | None, timeout_s: float) -> _Target:
+        """Choose a version on rank 0. Collective."""
+
+        def describe_worker() -> bytes:
+            _check_target(target, timeout_s)
+            mirror = self._open_mirror(ranks)
+            boxes = [] if self._is_counted else [[each.name, each.box.offset, each.box.size] for each in mirror.boxes]
+            return pack_message([target, self._applied, boxes])
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            heads = [unpack_message(each)[0] for each in messages]
+            if len({repr(head[0]) for head in heads}) > 1:
+                raise UsageError("all workers must stage the same version", found=[head[0] for head in heads])
+            applied = [None if head[1] is None else Version(*head[1]) for head in heads]
+            is_full = any(each is None or each != applied[0] for each in applied)
+            commit = self._wait_for(target, None if is_full else applied[0], timeout_s)
+            counted = count_once([head[2] for head in heads], self._folder.record.tensors)
+            chosen = encode(_Target(commit.version, is_full))
+            return [pack_message([chosen, each]) for each in counted]
+
+        message = capture_error(describe_worker)
+        answer = ranks.ask_rank0(f"staging a version of {self.url}", message, decide)
+        (chosen, counted), _ = unpack_message(answer)
+        if not self._is_counted:
+            self._is_counted = counted
+        return decode(_Target, chosen, where="rank 0's answer")
+
+    def _wait_for(self, target: int | None, applied: Version | None, timeout_s: float) -> VersionCommit:
+        """Return the version's commit once it is published. Raises SourceNotFoundError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = self._find(target)
+            if found is not None and (target is not None or found.version != applied):
+                return found
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_S)
+        if found is not None:
+            return found
+        raise SourceNotFoundError(
+            "no version is published here" if target is None else f"version {target} is not published here",
+            where=self.url,
+            fix="Pass timeout_s to wait for it.",
+        )
+
+    def _find(self, target: int | None) -> VersionCommit | None:
+        if target is None:
+            return self._folder.find_newest()
+        versions = [each for each in self._folder.list_folders() if each.number == target]
+        return next(filter(None, map(self._folder.find_commit, reversed(versions))), None)
+
+    def _open_mirror(self, ranks: LinkedGroup) -> Mirror:
+        if self._mirror is None:
+            record = self._folder.require_record()
+            boxes = place_boxes(
+                (name, tuple(tensor.shape), tensor.dtype, box)
+                for name, tensor in record.tensors.items()
+                for box in self._list_boxes(name, tuple(tensor.shape))
+            )
+            root = self._mirror_root
+            folder = None if root is None else os.path.join(root, f"worker-{ranks.rank:05d}-of-{ranks.size:05d}")
+            self._mirror = Mirror(boxes, record.id, folder)
+        return self._mirror
+
+    def _list_boxes(self, name: str, shape: Shape) -> Sequence[Box]:
+        """Return this worker's boxes of a tensor. Raises UsageError."""
+        if self._layout is None:
+            return [full_box(shape)]
+        if isinstance(self._layout, nn.Module):
+            known = TensorTarget(self._layout).list_boxes()
+            self._layout = lambda each, _: known.get(each)
+        given = self._layout(name, shape)
+        boxes = [] if given is None else [given] if isinstance(given, Box) else list(given)
+        for box in boxes:
+            if not (isinstance(box, Box) and len(box.offset) == len(shape) and box.within(shape)):
+                raise UsageError("`layout` must return boxes in the tensor", where=name, found=box, expected=shape)
+        return [box for box in boxes if box.volume or not shape]
+
+    def _receive(self, ranks: LinkedGroup, chosen: _Target, recorder: Recorder) -> StagedWeights:
+        """Read and verify what leads to a version. Collective."""
+        mirror = self._mirror
+        assert mirror is not None, "it is open"
+        weights: StagedWeights | None = None
+
+        def read() -> bytes:
+            nonlocal weights
+            commit = self._folder.find_commit(chosen.version)
+            if commit is None:
+                raise SourceNotFoundError("the version was removed meanwhile", where=self.url, found=chosen.version)
+            chain = plan_chain(commit, mirror.version, self._folder.find_commit, self._folder.has_anchor, self.url)
+            weights = stage_weights(self._folder, chain, mirror, is_full=chosen.is_full)
+            counted = {name: each.hex() for name, each in weights.digests.items() if self._is_counted.get(name)}
+            return pack_message([counted, weights.buffer is not None])
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            heads = [unpack_message(each)[0] for each in messages]
+            commit = self._folder.find_commit(chosen.version)
+            if commit is not None:
+                require_digests(commit, [head[0] for head in heads], self.url)
+            return [pack_message(any(head[1] for head in heads))] * len(messages)
+
+        try:
+            with recorder.phase("read"):
+                message = capture_error(read)
+            with recorder.phase("verify"):
+                ranks.ask_rank0(f"reading version {chosen.version} of {self.url}", message, decide)
+        except BaseException as error:
+            if weights is not None and weights.buffer is not None:
+                mirror.discard(weights.buffer)
+            if isinstance(error, ChecksumError) and weights is not None and weights.buffer is None:
+                mirror.forget()  # what it held may be the damaged part: the next call takes an anchor
+            raise
+        assert weights is not None, "this worker's error is raised by then"
+        recorder.values |= {
+            "versions": weights.versions,
+            "changed": weights.changed,
+            "is_full": weights.buffer is not None,
+        }
+        return weights
+
+    # VersionCommit: one message before the first write, one after the last.
+
+    def _commit(self, staged: Staged, into: Any) -> Version:
+        if staged is not self._staged:
+            raise UsageError("this version was committed, aborted or replaced by a later one", found=staged.version)
+        mirror, weights = self._mirror, staged.weights
+        assert mirror is not None, "it is open"
+        version = weights.target.version
+        with enter_call("commit", self.url, self._on_event):
+            ranks = get_ranks(self._group)
+            target = self._prepare(ranks, into, version)
+            self._state, self._failed, self._applied = SubscriberState.APPLYING, version, None
+            try:
+                failure = capture_error(lambda: target.apply(staged.iter_changes()))
+                message = failure if isinstance(failure, Exception) else b""
+                ranks.ask_rank0(f"applying version {version} of {self.url}", message, lambda each: [b""] * len(each))
+            except BaseException as error:
+                self._state = SubscriberState.POISONED
+                self._drop_staged()
+                if not isinstance(error, Exception):
+                    raise
+                raise PoisonedError(
+                    f"version {version} was applied in part: {describe(error)}",
+                    where=self.url,
+                    fix="Do not serve. The next stage() and commit() replace all weights.",
+                ) from error
+            self._keep(mirror, weights)
+            self._staged = None
+            self._state, self._failed, self._applied = SubscriberState.READY, None, version
+            return version
+
+    def _prepare(self, ranks: LinkedGroup, into: Any, version: Version) -> WeightTarget:
+        """Require that all workers can apply a version. Collective."""
+        mirror = self._mirror
+        assert mirror is not None, "it is open"
+        target: WeightTarget | None = None
+
+        def check() -> bytes:
+            nonlocal target
+            target = as_target(into)
+            if isinstance(target, TensorTarget):
+                places = [(box.name, box.shape, box.box) for box in mirror.boxes]
+                target.check(places, {box.name for box in mirror.boxes})
+            return b""
+
+        what = f"preparing to apply version {version} of {self.url}"
+        ranks.ask_rank0(what, capture_error(check), lambda each: [b""] * len(each))
+        assert target is not None, "this worker's error is raised by then"
+        return target
+
+    def _keep(self, mirror: Mirror, weights: StagedWeights) -> None:
+        """Hold the applied version; without, the next one starts at an anchor."""
+        version = weights.target.version
+        try:
+            if weights.buffer is not None:
+                mirror.replace(weights.buffer, version, weights.digests)
+            else:
+                mirror.apply(weights.changes, version, weights.digests)
+        except ShardckptError as error:
+            warn_user(f"version {version} of {self.url} is applied, but the mirror failed: {error}")
+            with suppress(ShardckptError):
+                mirror.forget()
+
+
+class Staged:
+    """A version that is read and verified.
+
+    Attributes:
+        weights: Its content on this worker.
+    """
+
+    def __init__(self, subscriber: Subscriber, weights: StagedWeights, applied: Version | None, is_full: bool) -> None:
+        self._subscriber, self.weights = subscriber, weights
+        self._applied, self._is_full = applied, is_full
+
+    @property
+    def version(self) -> Version:
+        """The version."""
+        return self.weights.target.version
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it replaces all weights."""
+        return self.weights.buffer is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the server holds the version already."""
+        return not self._is_full and self.version == self._applied
+
+    def iter_changes(self) -> Iterator[TensorChange]:
+        """Yield what to write, tensor by tensor; values stay valid until the next one is requested."""
+        mirror = self._subscriber._mirror
+        assert mirror is not None, "it is open"
+        if self.weights.buffer is not None:
+            for box in mirror.boxes:
+                values = view_as_tensor(box.dtype, box.view(self.weights.buffer))
+                yield TensorChange(box.name, box.shape, box.dtype, box.box, None, values)
+            return
+        for box, change in self.weights.changes.items():
+            at = None if change.positions is None else torch.from_numpy(change.positions)
+            new = change.values if at is None else mirror.view(box)[change.positions] ^ change.values
+            yield TensorChange(box.name, box.shape, box.dtype, box.box, at, view_as_tensor(box.dtype, new))
+
+    def commit(self, into: Any) -> Version:
+        """Apply the version on all workers, or on none. Collective.
+
+        Args:
+            into: Module; dict of tensors by the stream's names, whose DTensors are shards; or an engine's object with
+                `apply(changes)`, which gets an iterable of `TensorChange`.
+
+        Returns:
+            The version that the server holds now.
+
+        Raises:
+            MismatchError: The target does not fit the stream. Nothing was changed.
+            PoisonedError: A worker failed after the first write: the weights are of no version. Do not serve them. The
+                next version that is staged replaces all weights.
+            UsageError: `into` is no target, or the version is no longer staged. Nothing was changed.
+        """
+        return self._subscriber._commit(self, into)
+
+    def abort(self) -> None:
+        """Drop the version; the server keeps the one that it holds."""
+        if self._subscriber._staged is self:
+            self._subscriber._drop_staged()
+
+
+def _check_target(target: object, timeout_s: object) -> None:
+    if target is not None and (not isinstance(target, int) or isinstance(target, bool) or target < 0):
+        raise UsageError("`target` must be a version's number", found=repr(target))
+    if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s < float("inf"):
+        raise UsageError("`timeout_s` must be a finite number of seconds", found=repr(timeout_s))

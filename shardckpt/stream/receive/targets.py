@@ -1,0 +1,112 @@
+"""What a receiver applies a version to: a module, a dict of tensors, or an adapter of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.errors import MismatchError, UsageError
+from shardckpt.state.local.local_shards import local_model
+from shardckpt.state.local.tensor_shards import TensorShards, get_tensor_shards
+
+__all__ = ["TensorChange", "TensorTarget", "WeightTarget", "as_target"]
+
+Place = tuple[str, Shape, Box]  # a held box: name, shape of the full tensor, box
+
+
+class TensorChange(NamedTuple):
+    """New elements of a tensor.
+
+    Attributes:
+        name: Name in the stream.
+        shape: Shape of the full tensor.
+        dtype: Dtype in the stream, in torch's spelling.
+        box: The worker's box; the full tensor without a `layout`.
+        indices: Flat positions of the new elements in the box, int64, ascending; None for every element.
+        values: The new elements, flat.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    box: Box
+    indices: torch.Tensor | None
+    values: torch.Tensor
+
+
+@runtime_checkable
+class WeightTarget(Protocol):
+    """An engine that takes changes."""
+
+    def apply(self, changes: Iterable[TensorChange]) -> object:
+        """Write the changes. If this raises, the engine's weights count as damaged."""
+
+
+class TensorTarget:
+    """Tensors by name, or the shards of a module."""
+
+    def __init__(self, into: nn.Module | Mapping[str, torch.Tensor]) -> None:
+        self._finish: Callable[[], object] = lambda: None
+        if isinstance(into, nn.Module):
+            model = local_model(into)
+            self._arrays: Mapping[str, TensorShards] = model.arrays
+            self._finish = model.finish
+        else:
+            self._arrays = {name: get_tensor_shards(value) for name, value in into.items()}
+
+    def list_boxes(self) -> dict[str, Sequence[Box]]:
+        """Return this process's boxes by name."""
+        return {name: [shard.box for shard in array.shards] for name, array in self._arrays.items()}
+
+    def check(self, places: Iterable[Place], names: Iterable[str]) -> None:
+        """Require that the tensors are the stream's, before anything is written. Raises MismatchError."""
+        problems = [f"{name}: the stream has no such tensor" for name in self._arrays.keys() - set(names)]
+        problems += [f"{name}: only the stream has it" for name in set(names) - self._arrays.keys()]
+        for name, shape, box in places:
+            array = self._arrays.get(name)
+            if array is None:
+                continue
+            if array.shape != shape:
+                problems.append(f"{name}: shape {list(array.shape)}, the stream has {list(shape)}")
+            elif all(shard.box != box for shard in array.shards):
+                problems.append(f"{name}: the receiver's layout has {box}, the target has other boxes")
+        if problems:
+            raise MismatchError.on_other_rank(
+                f"the target does not fit the stream: {'; '.join(sorted(problems)[:8])}. Nothing was changed."
+            )
+
+    def apply(self, changes: Iterable[TensorChange]) -> None:
+        """Write the changes."""
+        with torch.no_grad():
+            for change in changes:
+                shards = self._arrays[change.name].shards
+                tensor = next(shard.tensor for shard in shards if shard.box == change.box)
+                _write(tensor, change)
+        self._finish()
+
+
+def _write(tensor: torch.Tensor, change: TensorChange) -> None:
+    values = change.values.to(tensor.device, tensor.dtype)
+    if change.indices is None:
+        tensor.copy_(values.view(change.box.size))
+        return
+    at = change.indices.to(tensor.device)
+    if tensor.is_contiguous():
+        tensor.view(-1)[at] = values
+    else:
+        tensor[torch.unravel_index(at, tuple(tensor.shape))] = values
+
+
+def as_target(into: Any) -> WeightTarget:
+    """Return the target for what a caller passes. Raises UsageError."""
+    if isinstance(into, nn.Module) or (
+        isinstance(into, Mapping) and all(isinstance(value, torch.Tensor) for value in into.values())
+    ):
+        return TensorTarget(into)
+    if isinstance(into, WeightTarget):
+        return into
+    raise UsageError("`into` must be a module, a dict of tensors, or have `apply(changes)`", found=type(into).__name__)
