@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 _BLOCK = 1 << 16  # elements at a time: their buffers stay in the cache
+_COMPARED = 1 << 20  # elements that are compared at a time
 _GAP_BYTES = 2  # of a gap and the position's share, where a full copy is weighed against positions
 _LEVEL = 1
 
@@ -72,15 +73,29 @@ def find_changes(old: Elements, new: Elements) -> BoxChange:
         raise ValueError(f"both must be flat and alike, got {old.dtype} {old.shape} and {new.dtype} {new.shape}")
     most = len(new) * new.itemsize // (new.itemsize + _GAP_BYTES)
     parts, count = [], 0
-    for start in range(0, len(new), _BLOCK):
-        xor = old[start : start + _BLOCK] ^ new[start : start + _BLOCK]
-        at = np.flatnonzero(xor != 0)
+    for start in range(0, len(new), _COMPARED):
+        at, xor = _compare(old[start : start + _COMPARED], new[start : start + _COMPARED])
         if len(at):
-            parts.append((at + start, xor[at]))
+            parts.append((at + start, xor))
             count += len(at)
         if count > most:
             return BoxChange(len(new), None, new.copy())
     return _join(len(new), new.dtype, parts)
+
+
+def _compare(old: Elements, new: Elements) -> tuple[Positions, Elements]:
+    """Return the positions that differ, and their XOR."""
+    n = 8 // new.itemsize
+    if len(new) % n:
+        xor = old ^ new
+        at = np.flatnonzero(xor != 0)
+        return at, xor[at]
+    # Most words of 8 bytes are equal, so that several elements take one comparison.
+    one, other = old.view(np.uint64), new.view(np.uint64)
+    words = np.flatnonzero(one != other)
+    near = (one[words] ^ other[words]).view(new.dtype)
+    inside = np.flatnonzero(near != 0)
+    return words[inside // n] * n + inside % n, near[inside]
 
 
 def encode_change(change: BoxChange) -> bytes:
@@ -151,7 +166,28 @@ def compose_changes(changes: Sequence[BoxChange]) -> BoxChange:
         for change in changes[last + 1 :]:
             apply_change(change, values)
         return BoxChange(first.numel, None, values)
-    return _join(first.numel, first.values.dtype, list(_compose_blocks(changes)))
+    parts = [part for group in _group_overlapping(changes) for part in _compose_blocks(group)]
+    return _join(first.numel, first.values.dtype, parts)
+
+
+def _group_overlapping(changes: Sequence[BoxChange]) -> Iterator[list[BoxChange]]:
+    """Yield changes that have positions in groups of which none overlaps another, in ascending order."""
+    group: list[BoxChange] = []
+    end = 0
+    for first, last, change in sorted(_iter_ranges(changes), key=lambda each: each[0]):
+        if group and first >= end:
+            yield group
+            group = []
+        group.append(change)
+        end = max(end, last + 1)
+    if group:
+        yield group
+
+
+def _iter_ranges(changes: Sequence[BoxChange]) -> Iterator[tuple[int, int, BoxChange]]:
+    for change in changes:
+        if change.positions is not None and len(change.positions):
+            yield int(change.positions[0]), int(change.positions[-1]), change
 
 
 def apply_change(change: BoxChange, values: Elements) -> None:
@@ -304,8 +340,10 @@ def _add_gaps(gaps: Elements, numel: int, where: str) -> Positions:
     """Return the positions that have these gaps between them."""
     # The first sum that is too large cannot wrap around, if no gap is as large as the box.
     if int(gaps.max()) < numel:
-        positions: Positions = np.cumsum(gaps, dtype=np.int64)
-        positions += np.arange(len(gaps))
+        positions: Positions = gaps.astype(np.int64)
+        positions += 1
+        np.cumsum(positions, out=positions)
+        positions -= 1
         if int(positions.max()) < numel:
             return positions
     raise FormatError(
@@ -316,6 +354,9 @@ def _add_gaps(gaps: Elements, numel: int, where: str) -> Positions:
 def _compose_blocks(changes: Sequence[BoxChange]) -> Iterator[tuple[Positions, Elements]]:
     """XOR changes that have positions, one block of elements after the other."""
     pairs = [(change.positions, change.values) for change in changes if change.positions is not None]
+    if len(pairs) == 1:
+        yield from pairs
+        return
     xor = np.zeros(_BLOCK, changes[0].values.dtype)
     while pairs := [(positions, values) for positions, values in pairs if len(positions)]:
         start = min(int(positions[0]) for positions, _ in pairs)
