@@ -191,7 +191,7 @@ def _iter_ranges(changes: Sequence[BoxChange]) -> Iterator[tuple[int, int, BoxCh
 
 
 def apply_change(change: BoxChange, values: Elements) -> None:
-    """BoxChange `values`, the box's flat elements, in place."""
+    """Change `values`, the box's flat elements, in place."""
     if values.shape != (change.numel,) or values.dtype != change.values.dtype:
         raise ValueError(
             f"values must be {change.numel} flat {change.values.dtype}, got {values.dtype} of shape {values.shape}"
@@ -206,7 +206,7 @@ def apply_part(change: BoxChange, box: Box, values: Elements, into: Box) -> None
     """Apply the part of a change that is in another box, in place.
 
     Args:
-        change: BoxChange of `box`.
+        change: Change of `box`.
         box: The box that was written.
         values: Flat elements of `into`.
         into: The box that is held, of the same tensor.
@@ -228,7 +228,7 @@ def map_change(change: BoxChange, box: Box, into: Box) -> BoxChange:
     """Return the part of a change that is in another box, as a change of the intersection.
 
     Args:
-        change: BoxChange of `box`.
+        change: Change of `box`.
         box: The box that was written.
         into: Another box of the same tensor.
     """
@@ -256,7 +256,7 @@ def shift_positions(change: BoxChange, shape: Shape, box: Box) -> Positions:
     """Return a change's positions in the full tensor, in row-major order.
 
     Args:
-        change: BoxChange of `box`, with positions.
+        change: Change of `box`, with positions.
         shape: Shape of the full tensor.
         box: Its box.
     """

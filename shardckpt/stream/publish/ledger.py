@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardckpt.errors import MismatchError, PublisherReplacedError, UsageError
@@ -21,6 +21,8 @@ from shardckpt.stream.format.stream_records import (
     VersionCommit,
     name_epoch,
 )
+from shardckpt.stream.retention.prune_stream import prune_stream
+from shardckpt.stream.retention.removal_plan import require_anchors
 
 __all__ = ["Anchors", "Attempt", "Ledger", "PublishedBase"]
 
@@ -32,15 +34,20 @@ class Anchors:
     Attributes:
         max_chain: Versions after an anchor until the next one.
         max_bytes: Bytes of changes after an anchor until the next one, as a share of all weights.
+        keep: How many of the newest anchors stay, with all versions after them. Older versions are removed after each
+            new anchor, except those that a reader needs. None keeps all.
     """
 
     max_chain: int = 32
     max_bytes: float = 1.0
+    keep: int | None = None
 
     def __post_init__(self) -> None:
         """Require a usable policy."""
         if not (isinstance(self.max_chain, int) and self.max_chain >= 1 and self.max_bytes > 0):
             raise UsageError("`Anchors` needs max_chain >= 1 and max_bytes > 0", found=repr(self))
+        if self.keep is not None:
+            require_anchors(self.keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +77,9 @@ class Attempt:
 class Ledger:
     """A stream's state on rank 0."""
 
-    def __init__(self, url: str, anchors: Anchors) -> None:
+    def __init__(self, url: str, anchors: Anchors, kept: Callable[[], Collection[int]]) -> None:
         self.folder = StreamFolder(url)
-        self._anchors = anchors
+        self._anchors, self._kept = anchors, kept
         self._record: StreamRecord | None = None
         self._epoch = 0  # that this publisher has claimed; 0 before
         self._last: Version | None = None  # of this epoch
@@ -219,6 +226,11 @@ class Ledger:
     def note_anchor(self) -> None:
         """Start a new chain: the last version has an anchor."""
         self._chain, self._chain_bytes = 0, 0
+
+    def prune(self) -> None:
+        """Remove what the rules and readers do not need."""
+        if self._anchors.keep is not None:
+            prune_stream(self.folder, keep_anchors=self._anchors.keep, kept=frozenset(self._kept()))
 
     def resume(self, parts: Sequence[Mapping[str, Digest]], token: str) -> Version | None:
         """Return the version that has the ranks' weights; None without one. The newest one becomes the base."""

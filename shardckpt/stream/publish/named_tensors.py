@@ -37,7 +37,7 @@ class TensorNames:
         return name
 
     def describe(self, local_plans: Sequence[LocalSavePlan], plan: GlobalSavePlan) -> dict[str, StreamTensor]:
-        """Return all ranks' tensors by name. Raises NameCollisionError."""
+        """Return all ranks' tensors by name. Raises NameCollisionError, UsageError."""
         tensors: dict[str, StreamTensor] = {}
         owners: dict[str, Path] = {}
         arrays = {array.path: array for local_plan in local_plans for array in local_plan.arrays}
@@ -53,6 +53,8 @@ class TensorNames:
             owners[name] = path
             dtype = self._dtype if self._dtype is not None and array.dtype in _FLOATS else array.dtype
             tensors[name] = StreamTensor(dtype, array.shape)
+        if not tensors:
+            raise UsageError("the model must have tensors to publish")
         return tensors
 
     def describe_ties(self, plan: GlobalSavePlan) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,9 @@ class Publisher:
         dtype: Dtype of floating-point tensors in the stream: `"bfloat16"`, `"float16"`, `"float32"`, or None to keep
             each tensor's own. Other tensors keep theirs.
         key_map: Regular expressions with replacements, which change the model's names to the server's.
-        anchors: When all weights are written in addition to the changes.
+        anchors: When all weights are written in addition to the changes, and which versions stay.
+        keep: Returns the numbers of versions that stay readable whatever `anchors.keep` says, such as
+            the numbers of kept training steps; called on rank 0 after an anchor.
         process_group: Ranks that publish; by default all ranks.
         on_event: Called with each `PublishEvent`.
 
@@ -66,6 +68,7 @@ class Publisher:
         dtype: str | None = "bfloat16",
         key_map: Mapping[str, str] | None = None,
         anchors: Anchors = Anchors(),  # noqa: B008  (frozen)
+        keep: Callable[[], Collection[int]] | None = None,
         process_group: dist.ProcessGroup | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
@@ -73,11 +76,13 @@ class Publisher:
             raise UsageError("`dtype` must be None or a dtype's name", found=repr(dtype), expected=_WIRE_DTYPES)
         if not isinstance(anchors, Anchors):
             raise UsageError("`anchors` must be Anchors(...)", found=repr(anchors))
+        if not (keep is None or callable(keep)):
+            raise UsageError("`keep` must be a function that returns versions", found=repr(keep))
         require_on_event(on_event)
         self.url = as_url(url)
         self._names = TensorNames(dtype, compile_key_map(key_map))
         self._group, self._on_event = process_group, on_event
-        self._ledger = Ledger(self.url, anchors)  # used on rank 0 alone
+        self._ledger = Ledger(self.url, anchors, keep or (lambda: ()))  # used on rank 0 alone
         self._pending = PendingSave()
         self._plans: list[bytes] = []  # encoded local plans of all ranks, on rank 0
         self._plan = b""  # of this rank
@@ -274,7 +279,7 @@ class Publisher:
         writer.write(task, copied)
         self._promote(plan.token)
         assert self._snapshot is not None, "it is promoted"
-        writer.add_anchor(task, self._snapshot)
+        writer.finish(task, self._snapshot)
 
     def _promote(self, token: str) -> None:
         assert self._snapshot is not None, "it is copied"

@@ -58,16 +58,24 @@ class VersionWriter:
         with task.phase("publish"):
             self._ranks.ask_rank0(f"publishing version {plan.version} to {self._url}", message, self._decide)
 
-    def add_anchor(self, task: AsyncSaveTask, snapshot: Snapshot) -> None:
-        """Write all weights of the published version if they are due; the version stays if this fails. Collective."""
-        if self._plan.base is None or not self._plan.has_anchor:
+    def finish(self, task: AsyncSaveTask, snapshot: Snapshot) -> None:
+        """Write all weights of the published version if they are due, and remove old versions. Collective.
+
+        The version stays if this fails.
+        """
+        if not self._plan.has_anchor:
             return
-        with task.phase("anchor"):
-            failure = capture_error(lambda: self._save_anchor(snapshot.published_arrays(), None))
-        if isinstance(failure, Exception):
-            warn_user(f"version {self._plan.version} of {self._url} is published, but its anchor failed: {failure}")
-        elif self._ranks.rank == 0:
+        if self._plan.base is not None:
+            with task.phase("anchor"):
+                failure = capture_error(lambda: self._save_anchor(snapshot.published_arrays(), None))
+            if isinstance(failure, Exception):
+                warn_user(f"version {self._plan.version} of {self._url} is published, but its anchor failed: {failure}")
+                return
+        if self._ranks.rank == 0:
             self._ledger.note_anchor()
+            failure = capture_error(self._ledger.prune)
+            if isinstance(failure, Exception):
+                warn_user(f"old versions of {self._url} could not be removed: {failure}")
 
     def _write_own(self, task: AsyncSaveTask, copied: Snapshot | Exception) -> bytes:
         if isinstance(copied, Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -17,7 +16,6 @@ from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.checkpoint.save.planner import capture_error
 from shardckpt.encodings.typed_json import decode, encode
 from shardckpt.errors import (
-    ChecksumError,
     PoisonedError,
     ShardckptError,
     SourceNotFoundError,
@@ -31,13 +29,13 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.resolve_url import as_url
-from shardckpt.stream.format.chain import plan_chain
 from shardckpt.stream.format.stream_folder import StreamFolder
-from shardckpt.stream.format.stream_records import Version, VersionCommit
+from shardckpt.stream.format.stream_records import Version
 from shardckpt.stream.receive.mirror import Mirror, place_boxes
 from shardckpt.stream.receive.staged_weights import StagedWeights, stage_weights, view_as_tensor
 from shardckpt.stream.receive.targets import TensorChange, TensorTarget, WeightTarget, as_target
-from shardckpt.stream.receive.worker_parts import count_once, require_digests
+from shardckpt.stream.receive.version_chooser import VersionChooser, check_target, find_chain
+from shardckpt.stream.receive.worker_parts import build_digest_error, count_once, find_wrong_digests
 
 __all__ = ["Staged", "Subscriber", "SubscriberState"]
 
@@ -60,6 +58,7 @@ class _Target(NamedTuple):
 
     version: Version
     is_full: bool  # whether a worker needs all weights
+    doomed: tuple[Version, ...]  # versions that are being removed
 
 
 class Subscriber:
@@ -106,10 +105,11 @@ class Subscriber:
         self._layout, self._group, self._on_event = layout, process_group, on_event
         self._state = SubscriberState.READY
         self._mirror: Mirror | None = None
-        self._is_counted: Mapping[str, bool] = {}  # whether this worker's part counts, by name
+        self._is_counted: Mapping[str, bool] | None = None  # whether this worker's part counts; None if unknown
         self._applied: Version | None = None  # in the server; None if unknown
         self._failed: Version | None = None  # that poisoned the weights
         self._staged: Staged | None = None
+        self._chooser = VersionChooser(self._folder)  # used on rank 0 alone
 
     @property
     def state(self) -> SubscriberState:
@@ -163,8 +163,9 @@ class Subscriber:
             return self._staged
 
     def close(self) -> None:
-        """Release the mirror."""
+        """Release the mirror and what keeps versions for this reader."""
         self._drop_staged()
+        self._chooser.release()
         if self._mirror is not None:
             self._mirror.close()
 
@@ -181,10 +182,11 @@ class Subscriber:
         """Choose a version on rank 0. Collective."""
 
         def describe_worker() -> bytes:
-            _check_target(target, timeout_s)
+            check_target(target, timeout_s)
             mirror = self._open_mirror(ranks)
-            boxes = [] if self._is_counted else [[each.name, each.box.offset, each.box.size] for each in mirror.boxes]
-            return pack_message([target, self._applied, boxes])
+            known = self._is_counted is not None
+            boxes = [] if known else [[each.name, each.box.offset, each.box.size] for each in mirror.boxes]
+            return pack_message([target, self._applied, mirror.version, boxes])
 
         def decide(messages: list[bytes]) -> list[bytes]:
             heads = [unpack_message(each)[0] for each in messages]
@@ -192,41 +194,19 @@ class Subscriber:
                 raise UsageError("all workers must stage the same version", found=[head[0] for head in heads])
             applied = [None if head[1] is None else Version(*head[1]) for head in heads]
             is_full = any(each is None or each != applied[0] for each in applied)
-            commit = self._wait_for(target, None if is_full else applied[0], timeout_s)
-            counted = count_once([head[2] for head in heads], self._folder.record.tensors)
-            chosen = encode(_Target(commit.version, is_full))
+            held = None if is_full else applied[0]
+            commit = self._chooser.wait_for(target, held, timeout_s)
+            counted = count_once([head[3] for head in heads], self._folder.record.tensors)
+            mirrored = {None if head[2] is None else Version(*head[2]) for head in heads}
+            chosen = encode(_Target(commit.version, is_full, self._chooser.take_lease(commit, held, mirrored)))
             return [pack_message([chosen, each]) for each in counted]
 
         message = capture_error(describe_worker)
         answer = ranks.ask_rank0(f"staging a version of {self.url}", message, decide)
         (chosen, counted), _ = unpack_message(answer)
-        if not self._is_counted:
+        if self._is_counted is None:
             self._is_counted = counted
         return decode(_Target, chosen, where="rank 0's answer")
-
-    def _wait_for(self, target: int | None, applied: Version | None, timeout_s: float) -> VersionCommit:
-        """Return the version's commit once it is published. Raises SourceNotFoundError."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            found = self._find(target)
-            if found is not None and (target is not None or found.version != applied):
-                return found
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_POLL_S)
-        if found is not None:
-            return found
-        raise SourceNotFoundError(
-            "no version is published here" if target is None else f"version {target} is not published here",
-            where=self.url,
-            fix="Pass timeout_s to wait for it.",
-        )
-
-    def _find(self, target: int | None) -> VersionCommit | None:
-        if target is None:
-            return self._folder.find_newest()
-        versions = [each for each in self._folder.list_folders() if each.number == target]
-        return next(filter(None, map(self._folder.find_commit, reversed(versions))), None)
 
     def _open_mirror(self, ranks: LinkedGroup) -> Mirror:
         if self._mirror is None:
@@ -261,35 +241,41 @@ class Subscriber:
         assert mirror is not None, "it is open"
         weights: StagedWeights | None = None
 
+        is_counted = self._is_counted or {}
+
         def read() -> bytes:
             nonlocal weights
             commit = self._folder.find_commit(chosen.version)
             if commit is None:
                 raise SourceNotFoundError("the version was removed meanwhile", where=self.url, found=chosen.version)
-            chain = plan_chain(commit, mirror.version, self._folder.find_commit, self._folder.has_anchor, self.url)
+            chain = find_chain(self._folder, commit, mirror.version, chosen.doomed)
             weights = stage_weights(self._folder, chain, mirror, is_full=chosen.is_full)
-            counted = {name: each.hex() for name, each in weights.digests.items() if self._is_counted.get(name)}
-            return pack_message([counted, weights.buffer is not None])
+            counted = {name: each.hex() for name, each in weights.digests.items() if is_counted.get(name)}
+            return pack_message(counted)
 
         def decide(messages: list[bytes]) -> list[bytes]:
             heads = [unpack_message(each)[0] for each in messages]
-            commit = self._folder.find_commit(chosen.version)
-            if commit is not None:
-                require_digests(commit, [head[0] for head in heads], self.url)
-            return [pack_message(any(head[1] for head in heads))] * len(messages)
+            assert weights is not None, "rank 0's error is raised before"
+            wrong = find_wrong_digests(weights.target, heads)
+            return [pack_message(wrong)] * len(messages)
 
         try:
             with recorder.phase("read"):
                 message = capture_error(read)
             with recorder.phase("verify"):
-                ranks.ask_rank0(f"reading version {chosen.version} of {self.url}", message, decide)
-        except BaseException as error:
+                answer = ranks.ask_rank0(f"reading version {chosen.version} of {self.url}", message, decide)
+        except BaseException:
             if weights is not None and weights.buffer is not None:
                 mirror.discard(weights.buffer)
-            if isinstance(error, ChecksumError) and weights is not None and weights.buffer is None:
-                mirror.forget()  # what it held may be the damaged part: the next call takes an anchor
             raise
         assert weights is not None, "this worker's error is raised by then"
+        wrong, _ = unpack_message(answer)
+        if wrong:
+            if weights.buffer is None:
+                mirror.forget()  # what it held may be the damaged part: the next call takes an anchor
+            else:
+                mirror.discard(weights.buffer)
+            raise build_digest_error(weights.target, wrong, self.url)
         recorder.values |= {
             "versions": weights.versions,
             "changed": weights.changed,
@@ -297,7 +283,7 @@ class Subscriber:
         }
         return weights
 
-    # VersionCommit: one message before the first write, one after the last.
+    # Commit: one message before the first write, one after the last.
 
     def _commit(self, staged: Staged, into: Any) -> Version:
         if staged is not self._staged:
@@ -423,10 +409,3 @@ class Staged:
         """Drop the version; the server keeps the one that it holds."""
         if self._subscriber._staged is self:
             self._subscriber._drop_staged()
-
-
-def _check_target(target: object, timeout_s: object) -> None:
-    if target is not None and (not isinstance(target, int) or isinstance(target, bool) or target < 0):
-        raise UsageError("`target` must be a version's number", found=repr(target))
-    if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s < float("inf"):
-        raise UsageError("`timeout_s` must be a finite number of seconds", found=repr(timeout_s))

@@ -10,7 +10,7 @@ from shardckpt.errors import ChecksumError
 from shardckpt.stream.format.digest import ZERO, Digest
 from shardckpt.stream.format.stream_records import StreamTensor, VersionCommit
 
-__all__ = ["WorkerBox", "count_once", "require_digests"]
+__all__ = ["WorkerBox", "build_digest_error", "count_once", "find_wrong_digests"]
 
 WorkerBox: TypeAlias = tuple[str, Sequence[int], Sequence[int]]  # name, offset and size of a box that a worker holds
 
@@ -48,17 +48,20 @@ def _covers_once(boxes: Sequence[Box], shape: Shape) -> bool:
     )
 
 
-def require_digests(commit: VersionCommit, parts: Iterable[Mapping[str, str]], where: str) -> None:
-    """Require that all workers' parts add up to a version's digests. Raises ChecksumError."""
+def find_wrong_digests(commit: VersionCommit, parts: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the tensors whose parts on all workers do not add up to a version's digests."""
     sums: dict[str, Digest] = {}
     for part in parts:
         for name, text in part.items():
             sums[name] = sums.get(name, ZERO) + Digest.from_hex(text)
-    wrong = [name for name, digest in sums.items() if digest.hex() != commit.digests.get(name)]
-    if wrong:
-        raise ChecksumError(
-            f"version {commit.version} has other weights than its commit says, in {len(wrong)} tensors",
-            where=where,
-            found=", ".join(wrong[:4]),
-            fix="Call stage() again: it starts at an anchor. If that fails too, the stream is damaged.",
-        )
+    return [name for name, digest in sums.items() if digest.hex() != commit.digests.get(name)]
+
+
+def build_digest_error(commit: VersionCommit, wrong: Sequence[str], where: str) -> ChecksumError:
+    """Return the error for tensors that differ from a version's digests."""
+    return ChecksumError(
+        f"version {commit.version} has other weights than its commit says, in {len(wrong)} tensors",
+        where=where,
+        found=", ".join(wrong[:4]),
+        fix="Call stage() again: it starts at an anchor. If that fails too, the stream is damaged.",
+    )

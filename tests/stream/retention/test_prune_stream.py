@@ -1,0 +1,127 @@
+"""A stream loses old versions, and no reader notices."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardckpt
+from shardckpt.errors import UsageError
+from shardckpt.stream.format.stream_folder import StreamFolder
+from shardckpt.stream.format.stream_records import Version
+from shardckpt.stream.retention import prune_stream as pruning
+from shardckpt.stream.retention.leases import LEASES, ReaderLease, list_live_leases
+from shardckpt.stream.retention.prune_stream import prune_stream
+
+
+def publish(url: str, versions: range, keep: int | None = None) -> dict[str, torch.Tensor]:
+    """Publish versions of which every second one has an anchor; return the last one's weights."""
+    weights = {"w": torch.zeros(64, dtype=torch.bfloat16)}
+    with shardckpt.Publisher(url, anchors=shardckpt.Anchors(max_chain=1, keep=keep)) as publisher:
+        for version in versions:
+            weights["w"][version] += 1
+            publisher.publish(version, weights).result()
+    return weights
+
+
+def list_versions(url: str) -> list[int]:
+    folder = StreamFolder(url)
+    return [version.number for version in folder.list_folders() if folder.find_commit(version)]
+
+
+def test_old_versions_go_and_the_newest_is_received(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    weights = publish(url, range(1, 8))
+    assert prune_stream(StreamFolder(url), keep_anchors=1, dry_run=True) == [Version(1, n) for n in range(1, 7)]
+    assert list_versions(url) == [1, 2, 3, 4, 5, 6, 7]
+    assert len(prune_stream(StreamFolder(url), keep_anchors=1)) == 6
+    assert list_versions(url) == [7]
+    into = {"w": torch.empty(64, dtype=torch.bfloat16)}
+    assert shardckpt.Subscriber(url).stage().commit(into).number == 7
+    assert torch.equal(into["w"], weights["w"])
+
+
+def test_a_publisher_removes_old_versions_after_an_anchor(tmp_path: Path) -> None:
+    publish(str(tmp_path), range(1, 10), keep=2)
+    assert list_versions(str(tmp_path)) == [7, 8, 9]
+
+
+def test_a_reader_between_stage_and_commit_keeps_its_versions(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    publish(url, range(1, 4))
+    into = {"w": torch.empty(64, dtype=torch.bfloat16)}
+    reader = shardckpt.Subscriber(url)
+    staged = reader.stage(2)
+    publish(url, range(4, 9), keep=1)
+    assert [n for n in list_versions(url) if n < 3] == [1, 2]
+    staged.commit(into)
+    assert reader.stage().commit(into).number == 8
+    reader.close()
+    assert not os.listdir(tmp_path / LEASES)
+    prune_stream(StreamFolder(url), keep_anchors=1)
+    assert list_versions(url) == [8]
+
+
+def test_a_reader_that_comes_during_a_removal_takes_what_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path)
+    weights = publish(url, range(1, 6))
+    into = {"w": torch.empty(64, dtype=torch.bfloat16)}
+    reader = shardckpt.Subscriber(url)
+    reader.stage(1).commit(into)
+    reader.close()
+    late = shardckpt.Subscriber(url)
+    seen = []
+
+    def remove(folder: StreamFolder, version: Version) -> None:
+        if not seen:
+            seen.append(late.stage())
+        original(folder, version)
+
+    original = pruning._remove
+    monkeypatch.setattr(pruning, "_remove", remove)
+    prune_stream(StreamFolder(url), keep_anchors=1)
+    seen[0].commit(into)
+    assert torch.equal(into["w"], weights["w"])
+
+
+def test_an_expired_lease_keeps_nothing_and_goes(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    publish(url, range(1, 6))
+    folder = StreamFolder(url)
+    ReaderLease(folder, 1.0).renew(None, [Version(1, 1)])
+    assert len(list_live_leases(folder, time.time())) == 1
+    assert list_live_leases(folder, time.time() + 3600) == []
+    assert not os.listdir(tmp_path / LEASES)
+
+
+def test_versions_of_kept_steps_stay(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    publish(url, range(1, 8))
+    prune_stream(StreamFolder(url), keep_anchors=1, kept={4})
+    assert list_versions(url) == [3, 4, 7]
+    into = {"w": torch.empty(64, dtype=torch.bfloat16)}
+    shardckpt.Subscriber(url).stage(4).commit(into)
+    assert into["w"].sum() == 4
+
+
+def test_an_abandoned_attempt_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path)
+    publish(url, range(1, 4))
+    left = tmp_path / Version(1, 2).folder / "COMMIT.json"
+    left.unlink()
+    prune_stream(StreamFolder(url), keep_anchors=9)
+    assert left.parent.is_dir()
+    later = time.time() + 25 * 3600
+    monkeypatch.setattr(pruning.time, "time", lambda: later)
+    prune_stream(StreamFolder(url), keep_anchors=9)
+    assert not left.parent.is_dir()
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "1"])
+def test_a_wrong_number_of_anchors_is_refused(keep: object, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="keep_anchors"):
+        shardckpt.Anchors(keep=keep)  # type: ignore[arg-type]

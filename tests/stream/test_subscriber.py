@@ -1,0 +1,292 @@
+"""A receiver applies a version entirely or not at all, and says which one it has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardckpt
+from shardckpt.boxes import Box
+from shardckpt.errors import (
+    ChecksumError,
+    MismatchError,
+    PoisonedError,
+    RankError,
+    SourceNotFoundError,
+    UsageError,
+)
+from shardckpt.events import ReceiveEvent
+from shardckpt.stream.format.stream_records import Version
+from shardckpt.stream.receive.subscriber import SubscriberState
+from shardckpt.stream.receive.targets import TensorChange
+from tests.kit.ranks.harness import outcomes, run
+
+SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
+
+
+def build(number: float = 0) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, number, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+
+
+def publish(url: Path, *numbers: int) -> None:
+    """Publish versions; in version N the elements that it changes are N."""
+    weights = build()
+    with shardckpt.Publisher(url, anchors=shardckpt.Anchors(max_bytes=1e6)) as publisher:
+        for number in numbers:
+            weights["a"][number % 6, number % 4] = number
+            weights["b"].fill_(number)
+            publisher.publish(number, weights).result()
+
+
+def is_version(into: dict[str, torch.Tensor], number: int) -> bool:
+    return bool((into["b"] == number).all()) and all(into["a"][n % 6, n % 4] == n for n in range(1, number + 1))
+
+
+class Engine:
+    """An engine whose apply fails on request, after it changed something."""
+
+    def __init__(self) -> None:
+        self.tensors, self.fails = build(), False
+
+    def apply(self, changes: Iterable[TensorChange]) -> None:
+        """Write the changes."""
+        for change in changes:
+            tensor = self.tensors[change.name].view(-1)
+            if change.indices is None:
+                tensor.copy_(change.values)
+            else:
+                tensor[change.indices] = change.values
+            if self.fails:
+                raise RuntimeError("the device is gone")
+
+
+def test_several_versions_are_applied_at_once(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2, 3, 4)
+    events: list[Any] = []
+    subscriber, into = shardckpt.Subscriber(tmp_path, on_event=events.append), build()
+    assert (subscriber.label, subscriber.held) == ("", None)
+    assert subscriber.stage(1).commit(into) == (1, 1)
+    staged = subscriber.stage()
+    assert (subscriber.state, subscriber.label, staged.is_full) == (SubscriberState.STAGED, "1", False)
+    assert is_version(into, 1), "the server serves the old version"
+    assert staged.commit(into) == (1, 4)
+    assert (subscriber.state, subscriber.label, subscriber.held) == (SubscriberState.READY, "4", (1, 4))
+    assert is_version(into, 4)
+    assert all(isinstance(event, ReceiveEvent) for event in events)
+    assert [(event.version, event.versions, event.is_full) for event in events] == [(1, 0, True), (4, 3, False)]
+    assert events[1].changed == 3 + 5
+
+
+def test_a_held_version_has_no_changes(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    subscriber, into = shardckpt.Subscriber(tmp_path), build()
+    subscriber.stage().commit(into)
+    staged = subscriber.stage()
+    assert staged.is_held
+    assert not list(staged.iter_changes())
+    assert staged.commit(into) == (1, 1)
+
+
+def test_an_aborted_version_leaves_the_old_one(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2)
+    subscriber, into = shardckpt.Subscriber(tmp_path), build()
+    subscriber.stage(1).commit(into)
+    staged = subscriber.stage()
+    staged.abort()
+    assert (subscriber.state, subscriber.label) == (SubscriberState.READY, "1")
+    with pytest.raises(UsageError, match="committed, aborted or replaced"):
+        staged.commit(into)
+    assert is_version(into, 1)
+    subscriber.stage().commit(into)
+    assert is_version(into, 2)
+
+
+def test_a_failed_half_poisons_until_all_weights_are_replaced(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2, 3)
+    subscriber, engine = shardckpt.Subscriber(tmp_path), Engine()
+    subscriber.stage(1).commit(engine)
+    engine.fails = True
+    with pytest.raises(PoisonedError, match=r"version 2 \(epoch 1\) was applied in part.*the device is gone"):
+        subscriber.stage(2).commit(engine)
+    assert (subscriber.state, subscriber.label, subscriber.held) == (SubscriberState.POISONED, "poisoned:2", None)
+    engine.fails = False
+    staged = subscriber.stage()
+    assert (subscriber.state, staged.is_full) == (SubscriberState.POISONED, True)
+    staged.commit(engine)
+    assert (subscriber.state, subscriber.label) == (SubscriberState.READY, "3")
+    assert is_version(engine.tensors, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda into: into.pop("a"), "a: only the stream has it"),
+        (lambda into: into.update(d=torch.ones(1)), "d: the stream has no such tensor"),
+        (lambda into: into.update(b=torch.ones(4)), r"b: shape \[4\], the stream has \[5\]"),
+    ],
+    ids=["fewer", "more", "shape"],
+)
+def test_a_target_that_does_not_fit_is_not_changed(change: Any, message: str, tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2)
+    subscriber, into = shardckpt.Subscriber(tmp_path), build()
+    subscriber.stage(1).commit(into)
+    other = {**build()}
+    change(other)
+    before = {name: value.clone() for name, value in other.items()}
+    staged = subscriber.stage()
+    with pytest.raises(MismatchError, match=message):
+        staged.commit(other)
+    assert all(torch.equal(before[name], value) for name, value in other.items())
+    assert subscriber.label == "1"
+    staged.commit(into)
+    assert is_version(into, 2)
+
+
+@pytest.mark.parametrize("into", [None, 3, [], {"a": 1}], ids=repr)
+def test_what_is_no_target_is_refused(into: object, tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    with pytest.raises(UsageError, match="`into` must be a module"):
+        shardckpt.Subscriber(tmp_path).stage().commit(into)
+
+
+def test_a_module_of_another_dtype_takes_the_values(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(1, model)
+    server = nn.Linear(4, 3)
+    shardckpt.Subscriber(tmp_path).stage().commit(server)
+    assert torch.equal(server.weight, model.weight.bfloat16().float())
+
+
+def test_a_mirror_outlives_the_process(tmp_path: Path) -> None:
+    publish(tmp_path / "s", 1, 2)
+    first = shardckpt.Subscriber(tmp_path / "s", mirror=tmp_path / "m")
+    first.stage(1).commit(build())
+    with pytest.raises(UsageError, match="another process uses this mirror"):
+        shardckpt.Subscriber(tmp_path / "s", mirror=tmp_path / "m").stage()
+    first.close()
+    anchor = next((tmp_path / "s").glob("*/anchor"))
+    anchor.rename(tmp_path / "away")
+    again, into = shardckpt.Subscriber(tmp_path / "s", mirror=tmp_path / "m"), build()
+    staged = again.stage()
+    assert staged.is_full, "the new process has none of the stream's versions"
+    staged.commit(into)
+    assert is_version(into, 2)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "record", "other stream"])
+def test_a_damaged_mirror_is_not_used(damage: str, tmp_path: Path) -> None:
+    publish(tmp_path / "s", 1, 2)
+    first = shardckpt.Subscriber(tmp_path / "s", mirror=tmp_path / "m")
+    first.stage(1).commit(build())
+    first.close()
+    folder = tmp_path / "m" / "worker-00000-of-00001"
+    (weights,) = folder.glob("weights-*")
+    data = bytearray(weights.read_bytes())
+    if damage == "flipped":
+        data[3] ^= 1
+        weights.write_bytes(data)
+    elif damage == "truncated":
+        weights.write_bytes(data[:-1])
+    elif damage == "record":
+        (folder / "HELD.json").write_text("{}")
+    else:
+        publish(tmp_path / "t", 1, 2)
+    url = tmp_path / ("t" if damage == "other stream" else "s")
+    again, into = shardckpt.Subscriber(url, mirror=tmp_path / "m"), build()
+    again.stage().commit(into)
+    assert is_version(into, 2)
+    assert len(list(folder.glob("weights-*"))) == 1
+
+
+def test_memory_that_changed_is_found_and_replaced(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2)
+    subscriber, into = shardckpt.Subscriber(tmp_path), build()
+    subscriber.stage(1).commit(into)
+    assert subscriber._mirror is not None
+    subscriber._mirror._buffer[2 * 24 + 16] ^= 1  # where version 2 changes "b"
+    with pytest.raises(ChecksumError, match=r"version 2 .* has other weights than its commit says"):
+        subscriber.stage()
+    assert (subscriber.label, is_version(into, 1)) == ("1", True)
+    subscriber.stage().commit(into)
+    assert is_version(into, 2)
+
+
+def test_a_version_that_is_not_published_is_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError, match="no stream of weights is here"):
+        shardckpt.Subscriber(tmp_path).stage()
+    publish(tmp_path, 1)
+    with pytest.raises(SourceNotFoundError, match="version 2 is not published here"):
+        shardckpt.Subscriber(tmp_path).stage(2, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("arguments", [{"target": "1"}, {"target": -1}, {"timeout_s": -1}, {"timeout_s": float("inf")}])
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    with pytest.raises(UsageError, match="must be"):
+        shardckpt.Subscriber(tmp_path).stage(**arguments)
+    with pytest.raises(UsageError, match="`layout` must be"):
+        shardckpt.Subscriber(tmp_path, layout=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("box", [Box((0,), (9,)), Box((0, 0), (1, 1)), "all"], ids=repr)
+def test_a_layout_outside_of_the_tensor_is_refused(box: Any, tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    subscriber = shardckpt.Subscriber(tmp_path, layout=lambda name, _: box if name == "b" else None)
+    with pytest.raises(UsageError, match="`layout` must return boxes in the tensor"):
+        subscriber.stage()
+
+
+def apply_with_a_failure(rank: int, world: int, url: str) -> list[str]:
+    """Worker 1 fails in the middle of version 2; all workers replace their weights by version 3."""
+    subscriber, engine = shardckpt.Subscriber(url), Engine()
+    subscriber.stage(1).commit(engine)
+    engine.fails = rank == 1
+    staged = subscriber.stage(2)
+    try:
+        staged.commit(engine)
+    except PoisonedError as error:
+        assert rank == 1 or "rank 1" in str(error)
+    labels = [subscriber.label]
+    engine.fails = False
+    staged = subscriber.stage()
+    assert staged.is_full
+    staged.commit(engine)
+    assert is_version(engine.tensors, 3)
+    return [*labels, subscriber.label]
+
+
+def test_one_worker_that_fails_poisons_all(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2, 3)
+    assert run(2, apply_with_a_failure, str(tmp_path)) == [["poisoned:2", "3"]] * 2
+
+
+def read_with_a_failure(rank: int, world: int, url: str) -> None:
+    """Worker 1 cannot read version 2: no worker stages it."""
+    subscriber, engine = shardckpt.Subscriber(url), Engine()
+    subscriber.stage(1).commit(engine)
+    if rank == 1:
+        subscriber._folder.url = subscriber._folder.store._root = os.devnull  # type: ignore[attr-defined]
+    subscriber.stage(2)
+
+
+def test_one_worker_that_cannot_read_keeps_all_on_the_old_version(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2)
+    found = outcomes(2, read_with_a_failure, str(tmp_path))
+    assert all(each.raised is not None for each in found)
+    assert found[0].raised is not None
+    assert found[0].raised.is_a(RankError)
+
+
+def test_the_newest_version_is_that_of_the_last_epoch(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 7)
+    publish(tmp_path, 1, 2)
+    into = build()
+    assert shardckpt.Subscriber(tmp_path).stage().commit(into) == Version(2, 2)
+    assert is_version(into, 2)
