@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,14 +15,19 @@ from shardckpt.dtypes import nbytes
 from shardckpt.errors import NoMemoryError
 from shardckpt.native.payload import PayloadChunk
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
+from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.stream.format.codec import BoxChange, encode_change, find_changes, shift_positions
 from shardckpt.stream.format.delta_file import EncodedChange
 from shardckpt.stream.format.digest import ZERO, Digest, digest_box, digest_changes
 from shardckpt.stream.format.stream_records import StreamTensor
+from shardckpt.torchrun import has_second_core
 
 __all__ = ["FoundChanges", "Snapshot", "WireBox", "WirePlan", "plan_wire"]
 
+_T = TypeVar("_T")
+
 _ALIGNMENT = 64
+_MIN_SHARED = 4  # boxes
 _MAX_ELEMENTS = 1 << 22  # in a change: a receiver that needs a part of it reads all of it
 
 
@@ -100,8 +105,8 @@ class Snapshot:
     def digest_all(self) -> dict[str, Digest]:
         """Return this rank's part of the candidate's digests, by tensor."""
         digests: dict[str, Digest] = {}
-        for box in self.plan.boxes:
-            part = digest_box(_bits(self._candidate, box), box.shape, box.box)
+        parts = _map_boxes(lambda box: digest_box(_bits(self._candidate, box), box.shape, box.box), self.plan.boxes)
+        for box, part in zip(self.plan.boxes, parts, strict=True):
             digests[box.name] = digests.get(box.name, ZERO) + part
         return digests
 
@@ -110,15 +115,22 @@ class Snapshot:
         encoded: list[EncodedChange] = []
         digests: dict[str, Digest] = {}
         changed = 0
-        for box in self.plan.boxes:
-            old, new = _bits(self._published, box), _bits(self._candidate, box)
-            change = find_changes(old, new)
-            if not len(change.values):
+        for box, found in zip(self.plan.boxes, _map_boxes(self._compare, self.plan.boxes), strict=True):
+            if found is None:
                 continue
-            digests[box.name] = digests.get(box.name, ZERO) + _digest_change(box, change, old, new)
-            encoded.append(EncodedChange(box.name, box.box, encode_change(change)))
-            changed += len(change.values)
+            data, digest, count = found
+            digests[box.name] = digests.get(box.name, ZERO) + digest
+            encoded.append(EncodedChange(box.name, box.box, data))
+            changed += count
         return FoundChanges(tuple(encoded), digests, changed)
+
+    def _compare(self, box: WireBox) -> tuple[bytes, Digest, int] | None:
+        """Return a box's encoded change, what it adds to the digest, and its number of elements; None if equal."""
+        old, new = _bits(self._published, box), _bits(self._candidate, box)
+        change = find_changes(old, new)
+        if not len(change.values):
+            return None
+        return encode_change(change), _digest_change(box, change, old, new), len(change.values)
 
     def candidate_arrays(self) -> dict[str, TensorShards]:
         """Return the candidate as a state of `save`: this rank's shards by name."""
@@ -142,9 +154,16 @@ class Snapshot:
 def _digest_change(box: WireBox, change: BoxChange, old: NDArray[Any], new: NDArray[Any]) -> Digest:
     if change.positions is None:
         return digest_box(new, box.shape, box.box) - digest_box(old, box.shape, box.box)
-    positions = shift_positions(change, box.shape, box.box)
-    before, after = old[change.positions], new[change.positions]
-    return digest_changes(box.shape, old.itemsize, positions, before, after)
+    positions, before = shift_positions(change, box.shape, box.box), old[change.positions]
+    return digest_changes(box.shape, old.itemsize, positions, before, before ^ change.values)
+
+
+def _map_boxes(work: Callable[[WireBox], _T], boxes: Sequence[WireBox]) -> list[_T]:
+    """Return the results for boxes, in order; a second core takes a part of them."""
+    if len(boxes) < _MIN_SHARED or not has_second_core():
+        return [work(box) for box in boxes]
+    with ThreadPool(2, thread_name_prefix="shardckpt-compare") as pool:
+        return list(pool.map(work, boxes))
 
 
 def _allocate(size: int) -> torch.Tensor:
