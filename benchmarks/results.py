@@ -31,6 +31,7 @@ AREAS = (
     "captures in memory",
     "memory of a step",
     "proof of a resume",
+    "weight streams",
 )
 """The areas of goals, in the order of the summary."""
 
