@@ -9,20 +9,21 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from shardckpt.encodings.typed_json import dump
-from shardckpt.errors import CheckpointError
+from shardckpt.errors import StorageError
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 
 __all__ = ["LEASES", "REMOVALS", "ReaderLease", "Removal", "VersionLease", "list_doomed", "list_live_leases"]
 
 LEASES, REMOVALS = "leases", "removals"
-_NAME = re.compile(r"[0-9a-f]{32}\.json")
+_NAME = re.compile(r"[0-9a-f]{32}(-\d{1,9})?\.json")
 _SLACK_S = 60.0  # clocks of two machines may differ by so much
+_MAX_LISTINGS = 100
 _T = TypeVar("_T")
 
 
@@ -51,7 +52,7 @@ class ReaderLease:
 
     def __init__(self, folder: StreamFolder, seconds: float) -> None:
         self._folder, self._seconds = folder, seconds
-        self._name = f"{LEASES}/{uuid.uuid4().hex}.json"
+        self._id, self._count = uuid.uuid4().hex, 0
         self._written: VersionLease | None = None
 
     def renew(self, held: Version | None, needs: Sequence[Version]) -> None:
@@ -61,9 +62,18 @@ class ReaderLease:
         if is_fresh and last is not None and set(needs) <= set(last.needs):
             return
         lease = VersionLease(held, tuple(needs), now + self._seconds)
+        old = self._name
+        # Each lease has a name of its own: stores remember the sizes of files, which never change elsewhere.
+        self._count += 1
         with self._folder.store.create(self._name) as writer:
             writer.write(dump(lease))
+        if last is not None:
+            self._folder.store.delete(old)
         self._written = lease
+
+    @property
+    def _name(self) -> str:
+        return f"{LEASES}/{self._id}-{self._count}.json"
 
     def release(self) -> None:
         """Remove the lease. Raises StorageError."""
@@ -73,9 +83,12 @@ class ReaderLease:
 
 
 def list_live_leases(folder: StreamFolder, now: float) -> list[VersionLease]:
-    """Return the leases of readers that may still read, and remove the others."""
+    """Return the leases of readers that may still read, and remove the others.
+
+    Raises CheckpointError for a damaged one.
+    """
     live = []
-    for name, lease in _iter_records(folder, LEASES, VersionLease):
+    for name, lease in _read_records(folder, LEASES, VersionLease):
         if lease.is_live(now):
             live.append(lease)
         else:
@@ -85,16 +98,16 @@ def list_live_leases(folder: StreamFolder, now: float) -> list[VersionLease]:
 
 def list_doomed(folder: StreamFolder) -> set[Version]:
     """Return the versions whose removal is announced."""
-    return {version for _, removal in _iter_records(folder, REMOVALS, Removal) for version in removal.versions}
+    return {version for _, removal in _read_records(folder, REMOVALS, Removal) for version in removal.versions}
 
 
-def _iter_records(folder: StreamFolder, where: str, kind: type[_T]) -> Iterator[tuple[str, _T]]:
-    for entry in folder.store.list(where):
-        if entry.is_folder or not _NAME.fullmatch(entry.name.rpartition("/")[2]):
-            continue
-        try:
-            record = folder.find(kind, entry.name)
-        except CheckpointError:
-            continue  # a damaged one names nothing
-        if record is not None:
-            yield entry.name, record
+def _read_records(folder: StreamFolder, where: str, kind: type[_T]) -> list[tuple[str, _T]]:
+    """Return the records in a folder by name."""
+    for _ in range(_MAX_LISTINGS):
+        names = [entry.name for entry in folder.store.list(where) if not entry.is_folder]
+        records = [(name, folder.find(kind, name)) for name in names if _NAME.fullmatch(name.rpartition("/")[2])]
+        found = [(name, record) for name, record in records if record is not None]
+        if len(found) == len(records):
+            return found
+        # One was replaced after the listing, which may lack its successor.
+    raise StorageError("records of readers change faster than they can be read", where=f"{folder.url}/{where}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardckpt
-from shardckpt.errors import UsageError
+from shardckpt.errors import CheckpointError, UsageError
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 from shardckpt.stream.retention import prune_stream as pruning
@@ -125,3 +126,28 @@ def test_an_abandoned_attempt_goes_after_a_day(tmp_path: Path, monkeypatch: pyte
 def test_a_wrong_number_of_anchors_is_refused(keep: object, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep_anchors"):
         shardckpt.Anchors(keep=keep)  # type: ignore[arg-type]
+
+
+def test_a_damaged_lease_keeps_all(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    publish(url, range(1, 6))
+    (tmp_path / LEASES).mkdir()
+    (tmp_path / LEASES / f"{'a' * 32}-1.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="leases/aaaa"):
+        prune_stream(StreamFolder(url), keep_anchors=1)
+    assert list_versions(url) == [1, 2, 3, 4, 5]
+
+
+def test_a_lease_that_is_renewed_during_the_listing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = StreamFolder(str(tmp_path))
+    lease = ReaderLease(folder, 100.0)
+    lease.renew(None, [Version(1, 1)])
+    find = folder.find
+
+    def renew_first(kind: type[Any], name: str) -> Any:
+        monkeypatch.setattr(folder, "find", find)
+        lease.renew(Version(1, 1), [Version(1, 2)])
+        return find(kind, name)
+
+    monkeypatch.setattr(folder, "find", renew_first)
+    assert [each.needs for each in list_live_leases(folder, time.time())] == [(Version(1, 2),)]
