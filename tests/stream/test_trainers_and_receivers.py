@@ -104,6 +104,14 @@ def cast(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone().to(torch.bfloat16) if value.is_floating_point() else value.clone()
 
 
+GetLayout = Callable[[int, int], Callable[[str, Shape], "Box | None"]]
+
+
+def take_all(rank: int, size: int) -> Callable[[str, Shape], Box | None]:
+    """Return the layout of a worker that cuts its slices from full tensors."""
+    return lambda name, shape: chunk_box(shape, 0, 1, 0) if shape else Box((), ())
+
+
 def slice_rows(rank: int, size: int) -> Callable[[str, Shape], Box | None]:
     """Return a tensor-parallel layout: matrices by rows or columns, the rest on every worker."""
 
@@ -132,9 +140,11 @@ class Worker:
                 tensor.view(-1)[change.indices] = change.values
 
 
-def receive(rank: int, size: int, url: str, expected: list[dict[str, torch.Tensor]]) -> None:
+def receive(
+    rank: int, size: int, url: str, expected: list[dict[str, torch.Tensor]], get_layout: GetLayout = slice_rows
+) -> None:
     """Receive one version, then the next two at once; compare every element of the slices."""
-    layout, worker = slice_rows(rank, size), Worker()
+    layout, worker = get_layout(rank, size), Worker()
     subscriber = shardckpt.Subscriber(url, layout=layout)
     for version in (VERSIONS[0], VERSIONS[-1]):
         assert subscriber.stage(version).commit(worker) == (1, version)
@@ -156,3 +166,9 @@ def test_receivers_of_any_size_get_their_slices(size: int, tmp_path: Path) -> No
     url = str(tmp_path / "stream")
     expected = run(2, train_and_publish, url, "fully_shard")[0]
     run(size, receive, url, expected)
+
+
+def test_workers_that_all_need_full_tensors_get_them(tmp_path: Path) -> None:
+    url = str(tmp_path / "stream")
+    expected = run(2, train_and_publish, url, "fully_shard")[0]
+    run(2, receive, url, expected, take_all)
