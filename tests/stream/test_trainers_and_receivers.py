@@ -147,7 +147,11 @@ def receive(
     layout, worker = get_layout(rank, size), Worker()
     subscriber = shardckpt.Subscriber(url, layout=layout)
     for version in (VERSIONS[0], VERSIONS[-1]):
-        assert subscriber.stage(version).commit(worker) == (1, version)
+        staged = subscriber.stage(version)
+        for full in staged.iter_weights():
+            value = narrow_to_box(expected[version - 1][full.name], full.box)
+            assert full.indices is None and torch.equal(full.values.view(full.box.size), value), (version, full.name)
+        assert staged.commit(worker) == (1, version)
         for name, value in expected[version - 1].items():
             box = layout(name, tuple(value.shape))
             if name != "head.weight" and box is not None and box.volume:  # the head is tied to the embedding

@@ -29,6 +29,7 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.resolve_url import as_url
+from shardckpt.stream.format.codec import apply_change
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 from shardckpt.stream.receive.mirror import Mirror, place_boxes
@@ -386,6 +387,21 @@ class Staged:
             at = None if change.positions is None else torch.from_numpy(change.positions)
             new = change.values if at is None else mirror.view(box)[change.positions] ^ change.values
             yield TensorChange(box.name, box.shape, box.dtype, box.box, at, view_as_tensor(box.dtype, new))
+
+    def iter_weights(self) -> Iterator[TensorChange]:
+        """Yield all tensors, for an engine that loads each of them. Values stay valid until `commit` ends."""
+        if self.weights.buffer is not None:
+            yield from self.iter_changes()
+            return
+        mirror = self._subscriber._mirror
+        assert mirror is not None, "it is open"
+        for box in mirror.boxes:
+            values = mirror.view(box)
+            change = self.weights.changes.get(box)
+            if change is not None:
+                values = values.copy()
+                apply_change(change, values)
+            yield TensorChange(box.name, box.shape, box.dtype, box.box, None, view_as_tensor(box.dtype, values))
 
     def commit(self, into: Any) -> Version:
         """Apply the version on all workers, or on none. Collective.
