@@ -3,7 +3,7 @@
     python benchmarks/stream.py [--parts codec,versions] [--millions 1100] [--rounds 5] [--record]
 
 **Codec.** 8 million bf16 weights, cast from float32 that Adam-like steps moved, at four learning rates. Bytes a changed
-element, beside the field's codec (the XOR of a whole tensor through zstd, level 1) and positions with values.
+element, beside the field's codec (the XOR of all elements through zstd, level 1) and positions with values.
 
 **Versions.** Tensors of a Llama in bf16, in memory-backed storage, in one process. Between versions 1 % of the elements
 change. All ratios are medians over rounds, and both sides are measured in each round:

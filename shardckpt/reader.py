@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -96,13 +96,16 @@ XXH3 = "xxh3-64"
 XXH3_OF_BLOCKS = "xxh3-64 of the hashes of blocks of 128 KiB"
 
 
+HashBlocks = Callable[[Iterable[memoryview]], int]
+
+
 class Checksum(NamedTuple):
     """A checksum that a format stores."""
 
     file: str  # file name relative to the store
     offset: int  # offset of the first covered byte
     nbytes: int  # number of covered bytes
-    # `crc32`, `XXH3` or `XXH3_OF_BLOCKS`.
+    # `crc32`, `XXH3`, `XXH3_OF_BLOCKS`, or one of `Reader.algorithms`.
     algorithm: str
     value: int
     label: str = ""  # label of the range in messages, such as `block 3, `; empty if it has none
@@ -218,6 +221,11 @@ class Reader:
     def checksums(self) -> Iterator[Checksum]:
         """Yield the stored checksums in file order; nothing if the format stores none."""
         return iter(())
+
+    @property
+    def algorithms(self) -> Mapping[str, HashBlocks]:
+        """Functions for the checksums of this format alone, by name; each gets the covered bytes in parts."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

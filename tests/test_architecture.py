@@ -92,7 +92,8 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
 
 # Modules with a table of modules of which they import the one that is asked for, and the packages of those modules.
 TABLES = {
-    "shardckpt.readers.registry": ("shardckpt.readers.", "shardckpt.native."),
+    "shardckpt.readers.registry": ("shardckpt.readers.", "shardckpt.native.", "shardckpt.stream.versions."),
+    "shardckpt.readers.step_paths": ("shardckpt.stream.versions.",),
     "shardckpt.offline.targets.target_registry": ("shardckpt.offline.targets.",),
 }
 
@@ -106,7 +107,7 @@ RANKS_WITHOUT_TORCH = ("bounded_store", "group", "linked_group", "store_group")
 TORCH_FREE = ("encodings", "native", "readers", "plan", "storage", "offline")
 WITH_RANKS = "shardckpt.offline.write.parallel"
 # Packages of a feature: the modules that offline verbs reach need no torch.
-WINGS = {"shardckpt.tiers", "shardckpt.witness"}
+WINGS = {"shardckpt.stream", "shardckpt.tiers", "shardckpt.witness"}
 
 
 @dataclass(frozen=True)

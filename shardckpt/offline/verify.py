@@ -37,7 +37,7 @@ from shardckpt.offline.results.contents import (
 )
 from shardckpt.offline.select.config_files import load_param_shapes
 from shardckpt.plan.layout.coverage import faults, locate
-from shardckpt.reader import XXH3, XXH3_OF_BLOCKS, Checksum, NamedBases, Reader, Source
+from shardckpt.reader import XXH3, XXH3_OF_BLOCKS, Checksum, HashBlocks, NamedBases, Reader, Source
 from shardckpt.readers.registry import open_checkpoint, open_reader, open_source
 from shardckpt.readers.step_paths import StepRange, resolve_range
 from shardckpt.readers.torchsave.storages import find_value
@@ -257,14 +257,15 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
     if on_progress is not None:
         meter = Meter(sum(checksum.nbytes for checksum in reader.checksums()), on_progress)
     problems: list[Problem] = []
+    algorithms = {**_ALGORITHMS, **reader.algorithms}
     content = _Content(reader.manifest)
     blocks = _Blocks(reader, meter)
     try:
         for checksum in reader.checksums():
             without.pop(checksum.file, None)
-            if checksum.algorithm not in _ALGORITHMS:
+            if checksum.algorithm not in algorithms:
                 return checked, [*problems, _unknown_kind(checksum)], ()
-            value = _ALGORITHMS[checksum.algorithm](blocks.read(checksum))
+            value = algorithms[checksum.algorithm](blocks.read(checksum))
             if value == checksum.value:
                 checked += checksum.nbytes
             elif len(problems) < _MAX_FAULTS:
@@ -382,7 +383,7 @@ def _xxh3_of_blocks(blocks: Iterable[memoryview]) -> int:
     return int.from_bytes(group_hashes(hasher.digests()), "big")
 
 
-_ALGORITHMS: Mapping[str, Callable[[Iterable[memoryview]], int]] = {
+_ALGORITHMS: Mapping[str, HashBlocks] = {
     "crc32": _crc32,
     XXH3: _xxh3,
     XXH3_OF_BLOCKS: _xxh3_of_blocks,

@@ -1,4 +1,4 @@
-"""Resolve what a path names in a run: `RUN@latest`, `RUN@best`, `RUN@1000`, `RUN@1000..2000`.
+"""Resolve what a path names in a run: `RUN@latest`, `RUN@best`, `RUN@1000`, `RUN@1000..2000`; or in a stream.
 
 A path that exists is taken as it is, also with an `@` in its name.
 """
@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal, NamedTuple
 
 from shardckpt.errors import (
@@ -48,6 +49,9 @@ _MAX_SHOWN = 12
 # Accelerate and Lightning put the numbered folders or steps below `checkpoints`.
 _NUMBERED = re.compile(rf"(.*?)({_NUMBER})", re.DOTALL)
 _CHECKPOINTS = "checkpoints"
+
+# A stream's record, and the module that finds versions: as formats, streams are above this package.
+_STREAM, _VERSIONS = "STREAM.json", "shardckpt.stream.versions.version_reader"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,22 @@ def find_step(url: str) -> str:
         return url
     if suffix.is_range:
         raise UsageError("this takes one step", found=f"@{suffix.text}", expected="@latest, @best or @1000", where=url)
+    if _is_stream(suffix.run):
+        return _find_version(suffix)
     return _choose_step(suffix, _list_steps(suffix.run)).path
+
+
+def _is_stream(run: str) -> bool:
+    """Return True if a folder is a stream of weights, whose versions are named like steps."""
+    return any(entry.name == _STREAM for entry in open_store(run).list())
+
+
+def _find_version(suffix: _Suffix) -> str:
+    if suffix.match["latest"] is None and suffix.match["first"] is None:
+        raise UsageError("a stream has no best version", where=suffix.run, expected="@latest, or a number such as @12")
+    number = suffix.match["first"]
+    found: str = import_module(_VERSIONS).find_version(suffix.run, None if number is None else int(number))
+    return found
 
 
 def resolve_range(path: str | os.PathLike[str]) -> StepRange:
@@ -110,6 +129,10 @@ def resolve_run(path: str | os.PathLike[str]) -> StepRange:
     suffix = _find_suffix(url)
     if suffix is None:
         return StepRange(url)
+    if _is_stream(suffix.run):
+        raise UsageError(
+            "this takes a run's steps, and a stream has versions", where=url, fix="See `shardckpt stream --help`."
+        )
     found = _list_steps(suffix.run)
     if not suffix.is_range:
         chosen = _choose_step(suffix, found)

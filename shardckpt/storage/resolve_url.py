@@ -220,14 +220,17 @@ def kind(url: str) -> str:
 
 
 def split_step_suffix(url: str) -> tuple[str, str] | None:
-    """Return the run and the text after the `@` of a path such as `RUN@latest`; None for another path."""
+    """Return the run and the text after the `@` of a path such as `RUN@latest`; None for another path.
+
+    A `#` means the same.
+    """
     scheme = url.find("://")
     start = 0 if scheme < 0 else url.find("/", scheme + 3)  # a host may have a user before its `@`
     if start < 0:
         return None
     at = url.rfind("@best:", start)  # a metric's name may contain slashes
     if at < 0:
-        at = url.rfind("@", max(start, url.rfind("/")))
+        at = max(url.rfind(mark, max(start, url.rfind("/"))) for mark in "@#")
     return None if at < 0 else (url[:at] or ".", url[at + 1 :])
 
 

@@ -42,7 +42,9 @@ from shardckpt.reader import Reader, Source
 from shardckpt.readers.chunk_reader import read_blocks
 from shardckpt.readers.huggingface.index_files import choose
 from shardckpt.readers.registry import detect
-from shardckpt.storage.store import Store
+from shardckpt.storage.store import Store, SubfolderStore
+from shardckpt.stream.format import stream_folder
+from shardckpt.stream.format.stream_records import Version
 from tests.kit.stores.memory_store import MemoryStore
 from tests.kit.writers.samples import SAMPLES
 
@@ -165,6 +167,15 @@ def _reader(name: str, variant: str) -> Target:
         use(detect(source).open(source))
 
     return Target(lambda: list(_sample(name, variant)[0].values()), run)
+
+
+def _stream_version(which: int, data: bytes) -> None:
+    """Read a version of a stream of which one file is damaged."""
+    files, _ = _sample("stream", "changes")
+    store = MemoryStore({**files, list(files)[which]: data}, "memory://fuzz/stream")
+    with patch.object(stream_folder, "open_place", lambda _: store):
+        source = Source(SubfolderStore(store, Version(1, 2).folder))
+        use(detect(source).open(source))
 
 
 def _native() -> tuple[dict[str, bytes], str]:
@@ -309,4 +320,10 @@ TARGETS: dict[str, Target] = {
     "payload that lies": Target(
         lambda: [content for name, content in _native()[0].items() if name.endswith(".safetensors")], _lying_header
     ),
-} | {f"{name} {variant}": _reader(name, variant) for name, variants in SAMPLES.items() for variant in variants}
+    "stream changes": Target(lambda: list(_sample("stream", "changes")[0].values()), _stream_version),
+} | {
+    f"{name} {variant}": _reader(name, variant)
+    for name, variants in SAMPLES.items()
+    for variant in variants
+    if name != "stream"  # a version's folder is read from its parent
+}

@@ -30,7 +30,9 @@ TARGETS = [name for name in target_registry.BUILT_IN if name not in ("gguf", "vl
 
 RESHARD_TARGETS = [target.name for target in target_registry.load_targets() if target.plan_ranks]
 START, END = "<!-- tables: tests/readers/test_format_table.py -->\n", "<!-- end of tables -->\n"
-CHECKSUMS = {"crc32": "CRC-32", "xxh3-64": "XXH3-64"}
+CHECKSUMS = {"crc32": "CRC-32", "xxh3-64": "XXH3-64"} | {
+    f"digest of elements of {n} bytes": "SHA-256, digests of tensors" for n in (1, 2, 4, 8)
+}
 NO = "no"
 VERBS = ("inspect", "diff", "verify", "consolidate, convert", "rekey", "reshard", "load(state, path)", "written by")
 
@@ -62,7 +64,7 @@ class Trial:
         self.examples: dict[str, list[Example]] = {form.name: [] for form in FORMATS}
         for name, variants in SAMPLES.items():
             for variant, build in variants.items():
-                self.examples[name].append(Example(variant, build(self.fresh())))
+                self.examples[name].append(Example(variant, build(self.fresh()), "`Publisher`" * (name == "stream")))
         for each in self.written():
             self.examples[detect(open_source(str(each.path))).name].append(each)
 
@@ -143,8 +145,11 @@ class Trial:
                 return NO
             first = next(open_checkpoint(str(each.path)).checksums(), None)
             if first is not None:
-                file = (each.path if each.path.is_dir() else each.path.parent) / first.file
-                assert flipped_bit_is_seen(file, first.offset, each.path), f"{each.path}: {first}"
+                file, offset = (each.path if each.path.is_dir() else each.path.parent) / first.file, first.offset
+                if not file.exists():  # a version of a stream is made from files of changes
+                    [file] = each.path.glob("*.safetensors")
+                    offset = file.stat().st_size - 1
+                assert flipped_bit_is_seen(file, offset, each.path), f"{each.path}: {first}"
             found.setdefault(CHECKSUMS[first.algorithm] if first else "", []).append(each.variant)
         bare = [variant for variant in dict.fromkeys(found.pop("", [])) if variant != "written" or not found]
         if not found:
@@ -223,7 +228,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trial, dic
 
 def test_every_verb_does_every_format(tried: tuple[Any, dict[str, list[str]]]) -> None:
     lacking = [f"{name}: {VERBS[n]}" for name, row in tried[1].items() for n, cell in enumerate(row) if cell == NO]
-    assert lacking == []
+    assert lacking == ["stream: rekey"], "a stream has no optimizer"
 
 
 @pytest.mark.skipif("zstd" not in FORMS, reason="this torch does not write the page's zstd")

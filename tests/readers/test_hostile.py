@@ -362,7 +362,8 @@ def needless(file: Path) -> bool:
     is_hint = file.name == HF_INDEX and (file.parent / "COMMIT").exists()
     is_told_twice = file.name == "metadata.pkl"  # DTensors say by themselves how they fit
     names = ("random_states", "meta.pt", "resumption", "composer_", "common.pt")
-    return is_hint or is_told_twice or file.name.startswith(names)
+    is_for_publishers = file.parent.name == "epochs"
+    return is_hint or is_told_twice or is_for_publishers or file.name.startswith(names)
 
 
 def test_a_pipe_or_a_folder_in_place_of_a_file(sample: Sample) -> None:

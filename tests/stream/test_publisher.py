@@ -95,7 +95,7 @@ def test_a_restored_publisher_continues_with_changes(tmp_path: Path) -> None:
         assert again.resume(model) == 1
         step(model)
         again.publish(2, model)
-    newest = StreamFolder(str(tmp_path)).find_newest()
+    newest = StreamFolder(str(tmp_path)).find_number(None)
     assert newest is not None
     assert (newest.version, newest.base, newest.changed) == (Version(2, 2), Version(1, 1), 1)
     assert is_equal(model, receive(str(tmp_path)))
@@ -113,7 +113,7 @@ def test_older_weights_open_an_epoch_with_an_anchor(tmp_path: Path) -> None:
         assert again.resume(model) == 1
         again.publish(2, model)
     folder = StreamFolder(str(tmp_path))
-    newest = folder.find_newest()
+    newest = folder.find_number(None)
     assert newest is not None
     assert (newest.version, newest.base) == (Version(2, 2), None)
     assert folder.has_anchor(newest.version)
@@ -247,7 +247,7 @@ def test_a_failed_version_is_raised_and_the_next_one_has_its_changes(tmp_path: P
         handle.result()
     folder.store = good
     publisher.publish(3, model).result()
-    newest = StreamFolder(str(tmp_path)).find_newest()
+    newest = StreamFolder(str(tmp_path)).find_number(None)
     assert newest is not None
     assert (newest.base, newest.changed) == (Version(1, 1), 1)
     assert newest.version.epoch == 2, "the lost request may still arrive"
@@ -282,7 +282,7 @@ def test_a_commit_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(folder, "create", create)
     step(model)
     publisher.publish(3, model).result()
-    newest = StreamFolder(str(tmp_path)).find_newest()
+    newest = StreamFolder(str(tmp_path)).find_number(None)
     assert newest is not None
     assert (newest.version, newest.base, newest.changed) == (Version(1, 3), Version(1, 2), 1)
     assert is_equal(model, receive(str(tmp_path)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+import shardckpt
 from shardckpt.reader import Format
 from shardckpt.readers.registry import BUILT_IN
 from shardckpt.testing import ReaderSuite
@@ -19,7 +21,16 @@ def build_suite(form: Format) -> type[ReaderSuite]:
     def checkpoint(self: ReaderSuite, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         return SAMPLES[form.name][request.param](tmp_path / "sample")
 
-    return type("Suite", (ReaderSuite,), {"form": form, "checkpoint": checkpoint})
+    own: dict[str, object] = {"form": form, "checkpoint": checkpoint}
+    if form.name == "stream":
+        own["test_a_copy_elsewhere_is_the_same_checkpoint"] = assert_a_stream_can_move
+    return type("Suite", (ReaderSuite,), own)
+
+
+def assert_a_stream_can_move(_: ReaderSuite, checkpoint: Path, tmp_path: Path) -> None:
+    """A version needs the versions before it, so the stream moves."""
+    shutil.copytree(checkpoint.parent, tmp_path / "copy")
+    assert shardckpt.diff(checkpoint, tmp_path / "copy" / checkpoint.name).same
 
 
 for each in (built_in.load() for built_in in BUILT_IN):

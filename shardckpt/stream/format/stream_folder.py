@@ -101,9 +101,10 @@ class StreamFolder:
             raise CheckpointError("the commit names a tensor that the stream lacks", where=where, found=unknown)
         return commit
 
-    def find_newest(self) -> VersionCommit | None:
-        """Return the newest version's commit; None without one."""
-        return next(self.iter_commits(), None)
+    def find_number(self, number: int | None) -> VersionCommit | None:
+        """Return the last version with a number, or the newest one; None without it."""
+        versions = [each for each in self.list_folders() if number in (None, each.number)]
+        return next(filter(None, map(self.find_commit, reversed(versions))), None)
 
     def find_last_epoch(self) -> int:
         """Return the last epoch that a publisher has claimed; 0 without one."""

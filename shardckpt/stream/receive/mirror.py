@@ -6,57 +6,26 @@ import fcntl
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardckpt.boxes import Box, Shape
-from shardckpt.dtypes import nbytes
 from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import CheckpointError, NoMemoryError, UsageError
 from shardckpt.native.records import FileName
 from shardckpt.storage.store import convert_os_errors
 from shardckpt.stream.format.codec import BoxChange, apply_change, shift_positions
 from shardckpt.stream.format.digest import ZERO, Digest, digest_box, digest_changes
+from shardckpt.stream.format.held_boxes import HeldBox
 from shardckpt.stream.format.stream_records import Hex32, Version
 
-__all__ = ["HeldBox", "Mirror", "digest_change", "place_boxes"]
+__all__ = ["Mirror", "digest_change"]
 
-_ALIGNMENT = 64
 _HELD, _LOCK = "HELD.json", "LOCK"
-
-
-class HeldBox(NamedTuple):
-    """A box that a worker holds."""
-
-    name: str
-    shape: Shape
-    dtype: str
-    box: Box
-    start: int  # first byte in the buffer
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the buffer."""
-        return nbytes(self.dtype, self.box.volume)
-
-    def view(self, buffer: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return its elements in a buffer, flat, as unsigned integers."""
-        width = self.nbytes // self.box.volume if self.box.volume else 1
-        return buffer[self.start : self.start + self.nbytes].view(np.dtype(f"u{width}"))
-
-
-def place_boxes(boxes: Iterable[tuple[str, Shape, str, Box]]) -> tuple[HeldBox, ...]:
-    """Place boxes in a buffer, one after the other."""
-    placed, at = [], 0
-    for name, shape, dtype, box in boxes:
-        placed.append(HeldBox(name, shape, dtype, box, at))
-        at += -(-placed[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
-    return tuple(placed)
 
 
 def digest_change(held: HeldBox, change: BoxChange, old: NDArray[Any]) -> Digest:

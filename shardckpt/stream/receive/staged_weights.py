@@ -10,24 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardckpt.boxes import Box, intersect, shift
+from shardckpt.boxes import Box, shift
 from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.errors import CheckpointError
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.stream.format.chain import Chain
-from shardckpt.stream.format.codec import (
-    BoxChange,
-    apply_part,
-    compose_changes,
-    decode_change,
-    map_change,
-    shift_positions,
-)
-from shardckpt.stream.format.delta_file import LocatedChange, read_changes, read_index
+from shardckpt.stream.format.codec import BoxChange, apply_part, compose_changes, shift_positions
+from shardckpt.stream.format.delta_file import read_index
 from shardckpt.stream.format.digest import Digest
+from shardckpt.stream.format.held_boxes import HeldBox, PartChange, collect_changes
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import VersionCommit
-from shardckpt.stream.receive.mirror import HeldBox, Mirror, digest_change
+from shardckpt.stream.receive.mirror import Mirror, digest_change
 
 __all__ = ["StagedWeights", "stage_weights", "view_as_tensor"]
 
@@ -93,7 +87,7 @@ def _stage_changes(folder: StreamFolder, chain: Chain, mirror: Mirror) -> Staged
     return StagedWeights(chain.target, None, composed, digests, len(chain.deltas))
 
 
-def _compose(changes: Sequence[tuple[BoxChange, Box]], held: HeldBox, old: NDArray[Any]) -> BoxChange:
+def _compose(changes: Sequence[PartChange], held: HeldBox, old: NDArray[Any]) -> BoxChange:
     """Return the changes of parts of a held box as one change of the box."""
     if all(where == held.box or not change.is_full for change, where in changes):
         return compose_changes([_widen(change, where, held.box) for change, where in changes])
@@ -115,33 +109,10 @@ def _widen(change: BoxChange, where: Box, held: Box) -> BoxChange:
 
 def _collect(
     folder: StreamFolder, commits: Sequence[VersionCommit], boxes: Sequence[HeldBox]
-) -> dict[HeldBox, list[tuple[BoxChange, Box]]]:
-    """Return the changes for held boxes, in the order of versions, each without what is not held."""
-    by_name: dict[str, list[HeldBox]] = {}
-    for held in boxes:
-        by_name.setdefault(held.name, []).append(held)
+) -> dict[HeldBox, list[PartChange]]:
     tensors = folder.record.tensors
-    found: dict[HeldBox, list[tuple[BoxChange, Box]]] = {}
-    for commit in commits:
-        index = read_index(folder.store, commit.version, commit.files, commit.stream, tensors)
-        wanted = [each for each in index if _is_held(each, by_name)]
-        for located, data in read_changes(folder.store, wanted):
-            width = _element_bytes(tensors[located.name].dtype)
-            where = f"{folder.url}/{located.file}: {located.name}"
-            change = decode_change(data, numel=located.box.volume, itemsize=width, where=where)
-            for held in by_name[located.name]:
-                part = intersect(located.box, held.box)
-                if part is not None and part.volume:
-                    found.setdefault(held, []).append((map_change(change, located.box, part), part))
-    return found
-
-
-def _is_held(change: LocatedChange, by_name: Mapping[str, Sequence[HeldBox]]) -> bool:
-    return any(intersect(change.box, held.box) is not None for held in by_name.get(change.name, ()))
-
-
-def _element_bytes(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
+    indexes = (read_index(folder.store, each.version, each.files, each.stream, tensors) for each in commits)
+    return collect_changes(folder.store, indexes, tensors, boxes)
 
 
 def _read_anchor(folder: StreamFolder, chain: Chain, mirror: Mirror, buffer: NDArray[np.uint8]) -> None:

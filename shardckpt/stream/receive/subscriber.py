@@ -30,9 +30,10 @@ from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.stream.format.codec import apply_change
+from shardckpt.stream.format.held_boxes import place_boxes
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
-from shardckpt.stream.receive.mirror import Mirror, place_boxes
+from shardckpt.stream.receive.mirror import Mirror
 from shardckpt.stream.receive.staged_weights import StagedWeights, stage_weights, view_as_tensor
 from shardckpt.stream.receive.targets import TensorChange, TensorTarget, WeightTarget, as_target
 from shardckpt.stream.receive.version_chooser import VersionChooser, check_target, find_chain

@@ -34,7 +34,7 @@ class VersionChooser:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            found = self._find(target)
+            found = self._folder.find_number(target)
             if found is not None and (target is not None or found.version != applied):
                 return found
             if time.monotonic() >= deadline:
@@ -47,12 +47,6 @@ class VersionChooser:
             where=self._folder.url,
             fix="Pass timeout_s to wait for it.",
         )
-
-    def _find(self, target: int | None) -> VersionCommit | None:
-        if target is None:
-            return self._folder.find_newest()
-        versions = [each for each in self._folder.list_folders() if each.number == target]
-        return next(filter(None, map(self._folder.find_commit, reversed(versions))), None)
 
     def take_lease(
         self, commit: VersionCommit, applied: Version | None, mirrored: Collection[Version | None]

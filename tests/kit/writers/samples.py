@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardckpt.boxes import Box, full_box
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
+from shardckpt.stream.format.stream_records import Version
+from shardckpt.stream.publish.publisher import Publisher
 from tests.kit.writers.dcp_writers import save, save_chunked
 from tests.kit.writers.deepspeed_writer import Run, write_universal
 from tests.kit.writers.deepspeed_writer import write as write_deepspeed
@@ -258,6 +260,17 @@ def _native_alone(folder: Path) -> Path:
     return write_step(folder, _state(), alone=("model",))
 
 
+def _stream(folder: Path) -> Path:
+    """Two versions, of which the second has changes of an element, of a tensor, and none."""
+    before = {name: value.clone() for name, value in MODEL.items()}
+    before["a.w"][1, 2] = 7.0
+    before["b"].zero_()
+    with Publisher(folder, dtype=None) as publisher:
+        publisher.publish(1, before)
+        publisher.publish(2, MODEL)
+    return folder / Version(1, 2).folder
+
+
 def _deepspeed(stage: int, write: Callable[[Path, Run, int, int], Path]) -> Builder:
     trained = {name: MODEL[name].float() for name in ("a.w", "s")}
     held = {name: value for name, value in MODEL.items() if name not in trained}
@@ -266,6 +279,7 @@ def _deepspeed(stage: int, write: Callable[[Path, Run, int, int], Path]) -> Buil
 
 
 SAMPLES: Mapping[str, Mapping[str, Builder]] = {
+    "stream": {"changes": _stream},
     "deepspeed": {"stage 2": _deepspeed(2, write_deepspeed), "stage 3": _deepspeed(3, write_deepspeed)},
     "deepspeed-universal": {"stage 2": _deepspeed(2, write_universal), "stage 3": _deepspeed(3, write_universal)},
     "accelerate": {"sharded": _accelerate_sharded, "full": _accelerate_full},

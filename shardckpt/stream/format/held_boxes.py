@@ -1,0 +1,93 @@
+"""Boxes of tensors in one buffer, and the changes of a chain of versions for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardckpt.boxes import Box, Shape, intersect
+from shardckpt.dtypes import nbytes
+from shardckpt.storage.store import Store
+from shardckpt.stream.format.codec import BoxChange, decode_change, map_change
+from shardckpt.stream.format.delta_file import LocatedChange, read_changes
+from shardckpt.stream.format.stream_records import StreamTensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["HeldBox", "PartChange", "collect_changes", "place_boxes"]
+
+_ALIGNMENT = 64
+
+
+class HeldBox(NamedTuple):
+    """A box with its place in a buffer."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    box: Box
+    start: int  # first byte in the buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the buffer."""
+        return nbytes(self.dtype, self.box.volume)
+
+    def view(self, buffer: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return its elements in a buffer, flat, as unsigned integers."""
+        width = self.nbytes // self.box.volume if self.box.volume else 1
+        return buffer[self.start : self.start + self.nbytes].view(np.dtype(f"u{width}"))
+
+
+class PartChange(NamedTuple):
+    """What a version changed in a part of a held box."""
+
+    change: BoxChange
+    box: Box  # the part, in the full tensor
+
+
+def place_boxes(boxes: Iterable[tuple[str, Shape, str, Box]]) -> tuple[HeldBox, ...]:
+    """Place boxes in a buffer, one after the other."""
+    placed, at = [], 0
+    for name, shape, dtype, box in boxes:
+        placed.append(HeldBox(name, shape, dtype, box, at))
+        at += -(-placed[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(placed)
+
+
+def collect_changes(
+    store: Store,
+    indexes: Iterable[Sequence[LocatedChange]],
+    tensors: Mapping[str, StreamTensor],
+    boxes: Sequence[HeldBox],
+) -> dict[HeldBox, list[PartChange]]:
+    """Return the changes for held boxes, in the order of versions, each without what is not held.
+
+    Args:
+        store: The stream.
+        indexes: For each version, where its files have changes.
+        tensors: The stream's tensors.
+        boxes: Held boxes.
+    """
+    by_name: dict[str, list[HeldBox]] = {}
+    for held in boxes:
+        by_name.setdefault(held.name, []).append(held)
+    found: dict[HeldBox, list[PartChange]] = {}
+    for index in indexes:
+        wanted = [each for each in index if _is_held(each, by_name)]
+        for located, data in read_changes(store, wanted):
+            width = nbytes(tensors[located.name].dtype, 1)
+            where = f"{store.url}/{located.file}: {located.name}"
+            change = decode_change(data, numel=located.box.volume, itemsize=width, where=where)
+            for held in by_name[located.name]:
+                part = intersect(located.box, held.box)
+                if part is not None and part.volume:
+                    found.setdefault(held, []).append(PartChange(map_change(change, located.box, part), part))
+    return found
+
+
+def _is_held(change: LocatedChange, by_name: Mapping[str, Sequence[HeldBox]]) -> bool:
+    return any(intersect(change.box, held.box) is not None for held in by_name.get(change.name, ()))

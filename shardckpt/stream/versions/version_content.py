@@ -1,0 +1,137 @@
+"""A version's tensors, made on demand from an anchor and the changes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.boxes import Box, Shape, full_box
+from shardckpt.errors import CheckpointError, ChecksumError, MissingFileError
+from shardckpt.native.reader import open_source as open_step
+from shardckpt.plan.layout.coverage import locate
+from shardckpt.reader import Reader, Source
+from shardckpt.readers.chunk_reader import PieceReader, ReadItem
+from shardckpt.storage.store import SubfolderStore
+from shardckpt.stream.format.chain import Chain, plan_chain
+from shardckpt.stream.format.codec import apply_part
+from shardckpt.stream.format.delta_file import LocatedChange, read_index
+from shardckpt.stream.format.digest import ZERO, Digest, combine_digests, digest_box
+from shardckpt.stream.format.held_boxes import HeldBox, collect_changes, place_boxes
+from shardckpt.stream.format.stream_folder import StreamFolder
+from shardckpt.stream.format.stream_records import ANCHOR, VersionCommit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["VersionContent"]
+
+_ROOT = "model"  # key of the weights in an anchor
+_GROUP_BYTES = 64 << 20  # of small tensors that are read together
+
+
+class VersionContent:
+    """What leads to a version.
+
+    Attributes:
+        folder: The stream.
+        commit: The version.
+        chain: The way to it.
+        missing: Files of changes that are gone, by their names in the stream.
+    """
+
+    def __init__(self, folder: StreamFolder, commit: VersionCommit) -> None:
+        self.folder, self.commit = folder, commit
+        _require_sum(commit, folder.url)
+        self.chain: Chain = plan_chain(commit, None, folder.find_commit, folder.has_anchor, folder.url)
+        self.missing: tuple[str, ...] = ()
+        self._indexes: list[Mapping[str, Sequence[LocatedChange]]] = [
+            self._read_index(each) for each in self.chain.deltas
+        ]
+
+    @cached_property
+    def groups(self) -> Sequence[tuple[HeldBox, ...]]:
+        """All tensors in full, in groups to read together: neighbours of limited size, or one tensor."""
+        groups: list[list[tuple[str, Shape, str, Box]]] = []
+        left = 0
+        for name, tensor in self.folder.record.tensors.items():
+            if tensor.nbytes > left or not groups:
+                groups.append([])
+                left = _GROUP_BYTES
+            left -= tensor.nbytes
+            shape = tuple(tensor.shape)
+            groups[-1].append((name, shape, tensor.dtype, full_box(shape)))
+        return tuple(map(place_boxes, groups))
+
+    def read(self, boxes: Sequence[HeldBox]) -> NDArray[np.uint8]:
+        """Return a buffer with full tensors. Raises CheckpointError, StorageError."""
+        buffer = np.empty(max((each.start + each.nbytes for each in boxes), default=0), np.uint8)
+        self._read_anchor(boxes, buffer)
+        indexes = ([change for each in boxes for change in index.get(each.name, ())] for index in self._indexes)
+        for held, changes in collect_changes(self.folder.store, indexes, self.folder.record.tensors, boxes).items():
+            values = held.view(buffer)
+            for change, box in changes:
+                apply_part(change, box, values, held.box)
+        return buffer
+
+    def check(self, boxes: Sequence[HeldBox], buffer: NDArray[np.uint8]) -> None:
+        """Require that tensors have the digests of the commit. Raises ChecksumError."""
+        for each in boxes:
+            found = digest_box(each.view(buffer), each.shape, each.box).hex()
+            expected = self.commit.digests.get(each.name, ZERO.hex())  # no rank writes an empty tensor
+            if found != expected:
+                raise ChecksumError(
+                    f"version {self.commit.version} has another tensor than its commit says: {each.name}",
+                    where=self.folder.url,
+                    found=found,
+                    expected=expected,
+                    fix="Take a version after the next anchor.",
+                )
+
+    def _read_anchor(self, boxes: Sequence[HeldBox], buffer: NDArray[np.uint8]) -> None:
+        reader = self._anchor
+        entries = []
+        for each in boxes:
+            entry = reader.manifest.tensors.get((_ROOT, each.name))
+            if entry is None or (tuple(entry.shape), entry.dtype) != (each.shape, each.dtype):
+                raise CheckpointError(
+                    "the anchor has another tensor than the stream", where=reader.store.url, found=each.name
+                )
+            entries.append(entry)
+        wants = [
+            ReadItem(entry.pieces, each.box, each.dtype, memoryview(buffer[each.start : each.start + each.nbytes]))  # type: ignore[arg-type]
+            for each, entry in zip(boxes, locate(reader, reader.manifest, entries), strict=True)
+        ]
+        PieceReader(reader.store).fill(wants)
+
+    @cached_property
+    def _anchor(self) -> Reader:
+        assert self.chain.anchor is not None, "no version is held"
+        return open_step(Source(SubfolderStore(self.folder.store, f"{self.chain.anchor.folder}/{ANCHOR}")))
+
+    def _read_index(self, commit: VersionCommit) -> Mapping[str, Sequence[LocatedChange]]:
+        """Return where a version's files have the changes of each tensor."""
+        located: dict[str, list[LocatedChange]] = {}
+        for file in commit.files:
+            try:
+                index = read_index(self.folder.store, commit.version, [file], commit.stream, self.folder.record.tensors)
+            except MissingFileError:
+                self.missing += (f"{commit.version.folder}/{file.name}",)
+                continue
+            for each in index:
+                located.setdefault(each.name, []).append(each)
+        return located
+
+
+def _require_sum(commit: VersionCommit, where: str) -> None:
+    """Require that a commit's digests fit its digest of all tensors. Raises CheckpointError."""
+    found = combine_digests({name: Digest.from_hex(text) for name, text in commit.digests.items()}).hex()
+    if found != commit.result_digest:
+        raise CheckpointError(
+            "the digests in the commit do not fit together",
+            where=f"{where}/{commit.version.folder}",
+            found=found,
+            expected=commit.result_digest,
+        )

@@ -1,0 +1,283 @@
+"""A version of a stream is a checkpoint: every offline verb reads it, from an anchor and the changes after it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed import fsdp as theirs
+
+import shardckpt
+from shardckpt.errors import (
+    CheckpointError,
+    ChecksumError,
+    IncompleteError,
+    ShardckptError,
+    SourceNotFoundError,
+    UnknownFormatError,
+    UsageError,
+)
+from shardckpt.stream.versions import version_content
+from tests.kit.ranks.harness import run
+
+Weights = dict[str, torch.Tensor]
+NUMBERS = range(10, 16)
+ANCHORS = (10, 13)
+
+
+def make_versions() -> Iterator[tuple[int, Weights]]:
+    """Yield weights in several dtypes, of which a few elements, a tensor or nothing change."""
+    torch.manual_seed(0)
+    weights = {
+        "layers.0.weight": torch.randn(40, 30).bfloat16(),
+        "norm": torch.ones(30).bfloat16(),
+        "counts": torch.arange(5),
+        "scalar": torch.tensor(1.0),
+        "mask": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+    }
+    for number in NUMBERS:
+        weights = {name: value.clone() for name, value in weights.items()}
+        weights["layers.0.weight"][number::7] += 1
+        weights["norm"] += number % 2
+        weights["scalar"] += 0.5
+        weights["mask"] ^= True
+        yield number, weights
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Weights]]:
+    url = tmp_path_factory.mktemp("published") / "stream"
+    versions = dict(make_versions())
+    with shardckpt.Publisher(url, dtype=None, anchors=shardckpt.Anchors(max_chain=2)) as publisher:
+        for number, weights in versions.items():
+            publisher.publish(number, weights)
+    return url, versions
+
+
+@pytest.fixture
+def stream(published: tuple[Path, dict[int, Weights]], tmp_path: Path) -> Path:
+    """Return a copy of the stream, to damage."""
+    shutil.copytree(published[0], tmp_path / "stream")
+    return tmp_path / "stream"
+
+
+@pytest.fixture(scope="module")
+def versions(published: tuple[Path, dict[int, Weights]]) -> dict[int, Weights]:
+    return published[1]
+
+
+def folder_of(stream: Path, number: int) -> Path:
+    return stream / f"e00001-v{number:010d}"
+
+
+def delta_of(stream: Path, number: int) -> Path:
+    [file] = folder_of(stream, number).glob("delta-*")
+    return file
+
+
+def read(source: object, target: Path) -> Weights:
+    shardckpt.consolidate(str(source), target)
+    assert [file.name for file in target.iterdir()] == ["model.safetensors"]
+    return load_file(target / "model.safetensors")
+
+
+def assert_same(found: Weights, expected: Weights) -> None:
+    assert {*found} == {*expected}
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_consolidated_version_is_what_was_published(
+    stream: Path, versions: dict[int, Weights], number: int, tmp_path: Path
+) -> None:
+    assert_same(read(f"{stream}@{number}", tmp_path / "out"), versions[number])
+
+
+def test_the_test_stream_has_anchors_and_chains(stream: Path) -> None:
+    assert tuple(n for n in NUMBERS if (folder_of(stream, n) / "anchor").exists()) == ANCHORS
+
+
+@pytest.mark.parametrize("name", ["@latest", "#15", "/e00001-v0000000015"])
+def test_a_version_is_named_like_a_step_or_by_its_folder(
+    stream: Path, versions: dict[int, Weights], name: str, tmp_path: Path
+) -> None:
+    assert_same(read(f"{stream}{name}", tmp_path / "out"), versions[15])
+
+
+def test_small_groups_of_tensors_give_the_same_bytes(
+    stream: Path, versions: dict[int, Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_content, "_GROUP_BYTES", 1)
+    assert_same(read(f"{stream}@12", tmp_path / "out"), versions[12])
+    assert shardckpt.verify(f"{stream}@12").ok
+
+
+def test_at_most_one_group_of_tensors_is_read_at_a_time(
+    stream: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_content, "_GROUP_BYTES", 1)
+    sizes: list[int] = []
+    original = version_content.VersionContent.read
+
+    def record(self: version_content.VersionContent, boxes: object) -> object:
+        made = original(self, boxes)  # type: ignore[arg-type]
+        sizes.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(version_content.VersionContent, "read", record)
+    read(f"{stream}@12", tmp_path / "out")
+    assert max(sizes) == 40 * 30 * 2
+    assert len(sizes) == 5, "each tensor with bytes is made once"
+
+
+def test_versions_can_be_inspected_compared_and_measured(stream: Path, versions: dict[int, Weights]) -> None:
+    found = shardckpt.inspect(f"{stream}@12")
+    assert (found.format, found.metadata["version"], found.metadata["epoch"]) == ("stream", "12", "1")
+    assert {each.name: each.shape for each in found.tensors} == {n: tuple(v.shape) for n, v in versions[12].items()}
+    changed = {each.name for each in shardckpt.diff(f"{stream}@11", f"{stream}@12").differences}
+    assert changed == {"layers.0.weight", "scalar", "mask"}
+    stats = {each.name: each for each in shardckpt.stats(f"{stream}@12").tensors}
+    assert stats["scalar"].max == versions[12]["scalar"].item()
+
+
+def test_a_module_loads_a_version(stream: Path, versions: dict[int, Weights]) -> None:
+    model = nn.Module()
+    for name in ("norm", "counts", "scalar", "mask"):
+        model.register_buffer(name, torch.zeros_like(versions[14][name]))
+    shardckpt.load(model, f"{stream}@14", strict=False)
+    assert all(torch.equal(value, versions[14][name]) for name, value in model.state_dict().items())
+
+
+def test_tied_names_are_in_the_version(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with shardckpt.Publisher(tmp_path / "stream", dtype=None) as publisher:
+        publisher.publish(1, model)
+    assert shardckpt.inspect(f"{tmp_path}/stream@1").ties == {"head.weight": "embed.weight"}
+    shardckpt.consolidate(f"{tmp_path}/stream@1", tmp_path / "model.pt")
+    assert_same(torch.load(tmp_path / "model.pt"), model.state_dict())
+
+
+def publish_shards(rank: int, world: int, url: str) -> Weights:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    theirs.fully_shard(model)
+    with shardckpt.Publisher(url) as publisher:
+        for number in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+            publisher.publish(number, model)
+    return {name: value.bfloat16() for name, value in shardckpt.model_state_dict(model).items()}
+
+
+def test_boxes_of_several_ranks_are_joined(tmp_path: Path) -> None:
+    made = run(2, publish_shards, str(tmp_path / "stream"))
+    assert_same(read(f"{tmp_path}/stream@2", tmp_path / "out"), made[0])
+    assert shardckpt.verify(f"{tmp_path}/stream@2").ok
+
+
+# Names that mean no version
+
+
+def test_a_stream_without_a_version_is_explained(stream: Path) -> None:
+    with pytest.raises(UnknownFormatError, match=r"is a stream of weights.*newest version is 15 .*stream@15") as caught:
+        shardckpt.inspect(stream)
+    assert caught.value.nearby == f"{stream}@15"
+    for folder in stream.glob("e*"):
+        shutil.rmtree(folder)
+    with pytest.raises(UnknownFormatError, match="without a version"):
+        shardckpt.inspect(stream)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "error", "message"),
+    [
+        ("@99", SourceNotFoundError, "version 99 is not published here; found versions 10 to 15"),
+        ("@best", UsageError, "a stream has no best version"),
+        ("@10..12", UsageError, "takes one step"),
+    ],
+)
+def test_names_of_no_version_are_refused(stream: Path, suffix: str, error: type[ShardckptError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        shardckpt.inspect(f"{stream}{suffix}")
+
+
+def test_a_version_without_a_commit_is_not_published(stream: Path) -> None:
+    (folder_of(stream, 15) / "COMMIT.json").unlink()
+    assert shardckpt.inspect(f"{stream}@latest").metadata["version"] == "14"
+    with pytest.raises(SourceNotFoundError, match="not published"):
+        shardckpt.inspect(folder_of(stream, 15))
+
+
+# Damage
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def swap_anchor(stream: Path) -> None:
+    """Give version 10 an undamaged anchor with other weights."""
+    shutil.rmtree(folder_of(stream, 10) / "anchor")
+    shutil.copytree(folder_of(stream, 13) / "anchor", folder_of(stream, 10) / "anchor")
+
+
+def edit_commit(stream: Path, number: int, edit: Callable[[dict[str, object]], object]) -> None:
+    file = folder_of(stream, number) / "COMMIT.json"
+    commit = json.loads(file.read_text())
+    edit(commit)
+    file.write_text(json.dumps(commit))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "problem"),
+    [
+        (lambda stream: flip(delta_of(stream, 12), -1), ChecksumError, "a change differs from its hash"),
+        (lambda stream: flip(delta_of(stream, 12), 20), ChecksumError, "the header differs from the commit's hash"),
+        (lambda stream: delta_of(stream, 11).unlink(), IncompleteError, "delta-00000"),
+        (lambda stream: delta_of(stream, 11).write_bytes(b""), CheckpointError, "another size than its commit says"),
+        (lambda stream: shutil.rmtree(folder_of(stream, 11)), IncompleteError, "needs version 11 .*, which is gone"),
+        (lambda stream: shutil.rmtree(folder_of(stream, 10) / "anchor"), IncompleteError, "has an anchor"),
+        (swap_anchor, ChecksumError, "layers.0.weight"),
+        (
+            lambda stream: edit_commit(stream, 12, lambda commit: commit["digests"].popitem()),  # type: ignore[attr-defined]
+            CheckpointError,
+            "digests in the commit do not fit together",
+        ),
+        (
+            lambda stream: edit_commit(stream, 12, lambda commit: commit.update(stream="0" * 32)),
+            CheckpointError,
+            "the commit is for another stream",
+        ),
+    ],
+    ids=["change", "header", "gone", "empty", "hole", "no anchor", "swapped", "digest", "stream"],
+)
+def test_damage_is_a_typed_error_and_is_verified(
+    stream: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], object],
+    error: type[CheckpointError],
+    problem: str,
+) -> None:
+    source = str(folder_of(stream, 12))
+    assert shardckpt.verify(source).ok
+    damage(stream)
+    with pytest.raises(error):
+        shardckpt.consolidate(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    found = shardckpt.verify(source)
+    assert not found.ok
+    assert re.search(problem, str(found.problems)), found.problems
