@@ -87,7 +87,8 @@ class FsspecStore:
             is_folder = entry["type"] == "directory"
             if not is_folder and entry["size"] is not None:
                 self._sizes[name] = entry["size"]
-            listed.append(Listed(name, 0 if is_folder else entry["size"] or 0, is_folder))
+            # An index of a web server names files without their sizes.
+            listed.append(Listed(name, 0 if is_folder else self.size(name), is_folder))
         return sorted(listed)
 
     def size(self, name: str) -> int:

@@ -118,7 +118,3 @@ class StreamFolder:
             return self.store.size(f"{version.folder}/{ANCHOR}/COMMIT") >= 0
         except MissingFileError:
             return False
-
-    def name_anchor(self, version: Version) -> str:
-        """Return the URL of a version's step."""
-        return f"{self.url}/{version.folder}/{ANCHOR}"

@@ -15,11 +15,11 @@ from shardckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.subclass_record import SUBCLASS
 from shardckpt.readers.opened.state_tree import TensorRef
+from shardckpt.stream.format.anchor import ROOT
 from shardckpt.stream.format.stream_records import StreamTensor
 
-__all__ = ["ROOT", "TensorNames", "find_others", "flatten_weights"]
+__all__ = ["TensorNames", "find_others", "flatten_weights"]
 
-ROOT = "model"  # key of the weights in a state
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 

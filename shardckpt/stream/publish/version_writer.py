@@ -13,11 +13,11 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.resolve_url import open_place
+from shardckpt.stream.format.anchor import ROOT
 from shardckpt.stream.format.delta_file import write_changes
 from shardckpt.stream.format.digest import Digest
 from shardckpt.stream.format.stream_records import ANCHOR, DeltaFile, Version
 from shardckpt.stream.publish.ledger import Attempt, Ledger
-from shardckpt.stream.publish.named_tensors import ROOT
 from shardckpt.stream.publish.snapshot import FoundChanges, Snapshot
 
 __all__ = ["PublishPlan", "VersionWriter", "decode_digests", "encode_digests"]

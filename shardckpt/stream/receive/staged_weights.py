@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardckpt.boxes import Box, shift
-from shardckpt.checkpoint.load.source import CheckpointSource
-from shardckpt.errors import CheckpointError
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
+from shardckpt.stream.format.anchor import open_anchor, read_anchor
 from shardckpt.stream.format.chain import Chain
 from shardckpt.stream.format.codec import BoxChange, apply_part, compose_changes, shift_positions
 from shardckpt.stream.format.delta_file import read_index
@@ -24,8 +22,6 @@ from shardckpt.stream.format.stream_records import VersionCommit
 from shardckpt.stream.receive.mirror import Mirror, digest_change
 
 __all__ = ["StagedWeights", "stage_weights", "view_as_tensor"]
-
-_ROOT = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ def stage_weights(folder: StreamFolder, chain: Chain, mirror: Mirror, *, is_full
             for box in mirror.boxes:
                 box.view(buffer)[:] = mirror.view(box)
         else:
-            _read_anchor(folder, chain, mirror, buffer)
+            read_anchor(open_anchor(folder, chain.anchor), mirror.boxes, buffer)
         for box, changes in _collect(folder, chain.deltas, mirror.boxes).items():
             values = box.view(buffer)
             for change, where in changes:
@@ -113,33 +109,6 @@ def _collect(
     tensors = folder.record.tensors
     indexes = (read_index(folder.store, each.version, each.files, each.stream, tensors) for each in commits)
     return collect_changes(folder.store, indexes, tensors, boxes)
-
-
-def _read_anchor(folder: StreamFolder, chain: Chain, mirror: Mirror, buffer: NDArray[np.uint8]) -> None:
-    """Read this worker's boxes of an anchor."""
-    assert chain.anchor is not None, "the chain starts at one"
-    url = folder.name_anchor(chain.anchor)
-    source = CheckpointSource(url, "read")
-    wanted = []
-    for name, shards in _group(mirror.boxes, buffer):
-        entry = source.arrays.get((_ROOT, name))
-        if entry is None or (tuple(entry.shape), entry.dtype) != (shards.shape, str(shards.dtype)[6:]):
-            raise CheckpointError("the anchor has another tensor than the stream", where=url, found=name)
-        wanted.append((entry, shards))
-    source.fill(wanted)
-
-
-def _group(boxes: Sequence[HeldBox], buffer: NDArray[np.uint8]) -> Iterator[tuple[str, TensorShards]]:
-    """Yield the boxes of each tensor as its shards."""
-    shards: dict[str, list[LocalShard]] = {}
-    first: dict[str, HeldBox] = {}
-    for box in boxes:
-        first.setdefault(box.name, box)
-        shards.setdefault(box.name, []).append(
-            LocalShard(box.box, view_as_tensor(box.dtype, box.view(buffer)).view(box.box.size))
-        )
-    for name, each in shards.items():
-        yield name, TensorShards(first[name].shape, getattr(torch, first[name].dtype), tuple(each))
 
 
 def view_as_tensor(dtype: str, values: NDArray[Any]) -> torch.Tensor:

@@ -70,9 +70,7 @@ class VersionChooser:
             self._lease.renew(applied, sorted(needs))
         except StorageError as error:
             self._lease = None
-            warn_user(
-                f"this reader of {self._folder.url} has no lease: {error}. A removal of old versions may interrupt it."
-            )
+            warn_user(f"a removal of old versions may interrupt this reader of {self._folder.url}: no lease, {error}")
             return ()
         return tuple(sorted(list_doomed(self._folder)))
 

@@ -10,25 +10,21 @@ import numpy as np
 
 from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.errors import CheckpointError, ChecksumError, MissingFileError
-from shardckpt.native.reader import open_source as open_step
-from shardckpt.plan.layout.coverage import locate
-from shardckpt.reader import Reader, Source
-from shardckpt.readers.chunk_reader import PieceReader, ReadItem
-from shardckpt.storage.store import SubfolderStore
+from shardckpt.reader import Reader
+from shardckpt.stream.format.anchor import open_anchor, read_anchor
 from shardckpt.stream.format.chain import Chain, plan_chain
 from shardckpt.stream.format.codec import apply_part
 from shardckpt.stream.format.delta_file import LocatedChange, read_index
 from shardckpt.stream.format.digest import ZERO, Digest, combine_digests, digest_box
 from shardckpt.stream.format.held_boxes import HeldBox, collect_changes, place_boxes
 from shardckpt.stream.format.stream_folder import StreamFolder
-from shardckpt.stream.format.stream_records import ANCHOR, VersionCommit
+from shardckpt.stream.format.stream_records import VersionCommit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["VersionContent"]
 
-_ROOT = "model"  # key of the weights in an anchor
 _GROUP_BYTES = 64 << 20  # of small tensors that are read together
 
 
@@ -68,7 +64,7 @@ class VersionContent:
     def read(self, boxes: Sequence[HeldBox]) -> NDArray[np.uint8]:
         """Return a buffer with full tensors. Raises CheckpointError, StorageError."""
         buffer = np.empty(max((each.start + each.nbytes for each in boxes), default=0), np.uint8)
-        self._read_anchor(boxes, buffer)
+        read_anchor(self._anchor, boxes, buffer)
         indexes = ([change for each in boxes for change in index.get(each.name, ())] for index in self._indexes)
         for held, changes in collect_changes(self.folder.store, indexes, self.folder.record.tensors, boxes).items():
             values = held.view(buffer)
@@ -90,26 +86,10 @@ class VersionContent:
                     fix="Take a version after the next anchor.",
                 )
 
-    def _read_anchor(self, boxes: Sequence[HeldBox], buffer: NDArray[np.uint8]) -> None:
-        reader = self._anchor
-        entries = []
-        for each in boxes:
-            entry = reader.manifest.tensors.get((_ROOT, each.name))
-            if entry is None or (tuple(entry.shape), entry.dtype) != (each.shape, each.dtype):
-                raise CheckpointError(
-                    "the anchor has another tensor than the stream", where=reader.store.url, found=each.name
-                )
-            entries.append(entry)
-        wants = [
-            ReadItem(entry.pieces, each.box, each.dtype, memoryview(buffer[each.start : each.start + each.nbytes]))  # type: ignore[arg-type]
-            for each, entry in zip(boxes, locate(reader, reader.manifest, entries), strict=True)
-        ]
-        PieceReader(reader.store).fill(wants)
-
     @cached_property
     def _anchor(self) -> Reader:
         assert self.chain.anchor is not None, "no version is held"
-        return open_step(Source(SubfolderStore(self.folder.store, f"{self.chain.anchor.folder}/{ANCHOR}")))
+        return open_anchor(self.folder, self.chain.anchor)
 
     def _read_index(self, commit: VersionCommit) -> Mapping[str, Sequence[LocatedChange]]:
         """Return where a version's files have the changes of each tensor."""
