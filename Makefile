@@ -6,11 +6,14 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+STREAM_VENV ?= build/venv-stream
+STREAM_STAMP := $(STREAM_VENV)/.installed
+STREAM_PINS := tests/integrations/vllm-requirements.txt
 
 # Tests start the command a hundred times, and each start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu check format release clean
+.PHONY: demo test test-all test-gpu test-stream check format release clean
 
 # It needs torch and transformers; where the rest is installed, that has both.
 demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
@@ -30,6 +33,10 @@ test-all: $(STAMP)
 # One GPU, at most eight minutes, without a virtual environment or a network: PYTHON needs torch and pytest.
 test-gpu:
 	PYTHON="$(PYTHON)" sh tests/gpu/run.sh
+
+# vLLM on a CPU follows a stream. Its environment takes 3.5 GB, needs Python 3.11 or later, and has no server for stores.
+test-stream: $(STREAM_STAMP)
+	$(STREAM_VENV)/bin/python -m pytest --noconftest $(PYTEST_ARGS) tests/integrations/test_vllm.py
 
 # mkdocs counts the warnings that it prints: with --quiet, --strict lets all pass.
 check: $(STAMP)
@@ -63,3 +70,8 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[torch]' transformers
 	touch $(DEMO_STAMP)
+
+$(STREAM_STAMP): pyproject.toml $(STREAM_PINS)
+	$(PYTHON) -m venv $(STREAM_VENV)
+	$(STREAM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(STREAM_PINS) --editable .
+	touch $(STREAM_STAMP)

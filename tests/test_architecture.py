@@ -28,6 +28,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.encodings.element_values", "numpy"): "0.07 s; what casts nothing needs none",
     ("shardckpt.checkpoint.load.source", "shardckpt.readers.remap"): "0.02 s; most loads have no rules",
     ("shardckpt.readers.registry", "shardckpt.readers.step_paths"): "few paths name a run's step",
+    ("shardckpt.integrations.vllm_plugin", "vllm.distributed.weight_transfer"): "vLLM's commands read the plugin",
     ("shardckpt.torchrun", "importlib.metadata"): "0.02 s; few commands need it",
     ("shardckpt.checkpoint.load.load", "shardckpt.checkpoint.load.live_check"): "few loads ask for it",
     ("shardckpt.checkpoint.load.load_planner", "shardckpt.checkpoint.load.optim_load_plan"): TENSORS_ALONE,

@@ -108,6 +108,8 @@ MODULES = [
     ("shardckpt.integrations.lightning", "lightning", "'shardckpt[lightning]'"),
     ("shardckpt.integrations.torchft", "torchft", "'shardckpt[torchft]'"),
     ("shardckpt.integrations.torchtitan", "torchtitan", "'shardckpt[torchtitan]'"),
+    ("shardckpt.integrations.vllm", "vllm", "vllm"),
+    ("shardckpt.integrations.vllm_trainer", "vllm", "vllm"),
     ("shardckpt.testing", "pytest", "pytest"),
 ]
 

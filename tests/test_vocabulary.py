@@ -41,6 +41,7 @@ ALLOWED: dict[str, str] = {
     "nest(": "the public function `shardckpt.state.nest`",
     "shardckpt.state.nest": "the same function on its page",
     ", nest,": "imports of that function",
+    "supports_draft_weight_update": "an attribute of vLLM's engines",
     "keep_whole": "a public argument of `shardckpt.reshard`",
     "--keep-whole": "an option of the command",
 }
