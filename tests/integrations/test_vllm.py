@@ -25,7 +25,7 @@ import shardckpt
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.integrations.vllm_model import ServedModel
 from shardckpt.integrations.vllm_plugin import register
-from shardckpt.integrations.vllm_trainer import StreamTrainerInit
+from shardckpt.integrations.vllm_trainer import StreamTrainerInit, Trainer
 from tests.kit.runs.vllm_servers import (
     ENVIRONMENT,
     SIZES,
@@ -230,6 +230,85 @@ def test_vllms_trainer_interface_publishes_its_source(
     engine.shutdown()
     assert server.llm.get_weight_version() == "4"
     assert server.measure() == fresh(4, unpacked=True)
+
+
+class _Shard(NamedTuple):
+    dim: int
+
+
+class _Layout(NamedTuple):
+    """A `ParamMeta` of vLLM 0.33: which ranks hold a parameter, and how."""
+
+    name: str
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None
+    mesh_shape: tuple[int, ...] | None
+    placements: tuple[Any, ...] | None
+
+
+class _LocalSource:
+    """A `WeightSource` of vLLM 0.33 that yields shards; the CPU wheel of that version does not exist yet."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    @property
+    def metadata(self) -> list[_Layout]:
+        return [self._describe(name, value) for name, value in self._model.named_parameters()]
+
+    def _describe(self, name: str, value: Any) -> _Layout:
+        owners = tuple(value.device_mesh.mesh.flatten().tolist())
+        shards = tuple(_as_theirs(each) for each in value.placements)
+        return _Layout(name, tuple(value.shape), owners, tuple(value.device_mesh.mesh.shape), shards)
+
+    def implements_iter_local(self) -> bool:
+        return True
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in self._model.named_parameters():
+            yield name, value.to_local()
+
+
+def _as_theirs(placement: Any) -> Any:
+    kind = type("Shard", (_Shard,), {})
+    return kind(placement.dim)
+
+
+class _Calls:
+    """A client that notes the calls."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.made.append((name, *args))
+
+
+def _send_shards(rank: int, world: int, url: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    full = {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
+    fully_shard(model)
+    client = _Calls()
+    engine = Trainer.trainer_init(StreamTrainerInit(rank=rank, url=url), client=client, source=_LocalSource(model))
+    engine.send_weights(3)
+    engine.shutdown()
+    return client.made, full
+
+
+def test_each_trainer_rank_publishes_its_shards_and_rank_0_calls_the_servers(tmp_path: Path) -> None:
+    from tests.kit.ranks.harness import run
+
+    url = str(tmp_path / "stream")
+    (made, full), (others, _) = run(2, _send_shards, url)
+    follow = {"url": url, "mirror": None, "load": "auto"}
+    update = [("start_weight_update",), ("update_weights", {"version": 3}), ("finish_weight_update", "3")]
+    assert (made, others) == ([("init_weight_transfer_engine", follow), *update], [])
+    received = {name: torch.zeros_like(value) for name, value in full.items()}
+    shardckpt.Subscriber(url).stage().commit(received)
+    assert all(torch.equal(received[name], value) for name, value in full.items())
 
 
 def test_registering_twice_keeps_the_engines() -> None:
