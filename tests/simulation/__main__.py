@@ -1,6 +1,7 @@
 """Run simulated histories: `--seed 7` replays one, `--from 0 --count 10000 --jobs 2` runs a campaign.
 
-`--ranks 256 1024` runs jobs of many ranks, and prints what they cost.
+With `--stream` histories have publishers and receivers of a stream of weights. `--ranks 256 1024` runs
+jobs of many ranks, and prints what they cost.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, NamedTuple
 
-from tests.simulation import run_history, run_large_job
+from tests.simulation import run_history, run_large_job, run_stream_history
 
 _PART = 25
 """Histories that a process runs before it takes others."""
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="first seed of a campaign")
     parser.add_argument("--count", type=int, default=1000, help="number of seeds of a campaign")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes of a campaign")
+    parser.add_argument("--stream", action="store_true", help="run histories of a stream of weights")
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks of large jobs")
     chosen = parser.parse_args(arguments)
     if chosen.ranks is not None:
@@ -39,10 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
             print_costs(ranks)
         return 0
     if chosen.seed is not None:
-        histories = [run_history(seed) for seed in chosen.seed]
+        run: Callable[[int], Any] = run_stream_history if chosen.stream else run_history
+        histories = [run(seed) for seed in chosen.seed]
         print(*histories, sep="\n")
         return any(history.failure is not None for history in histories)
-    return run_campaign(chosen.first, chosen.count, chosen.jobs)
+    return run_campaign(chosen.first, chosen.count, chosen.jobs, is_stream=chosen.stream)
 
 
 def print_costs(ranks: int) -> None:
@@ -88,7 +92,7 @@ class PartResult(NamedTuple):
         )
 
 
-def run_campaign(first: int, count: int, jobs: int = 1) -> int:
+def run_campaign(first: int, count: int, jobs: int = 1, *, is_stream: bool = False) -> int:
     """Run histories; print a line for each that fails, and the sums at the end. Return 1 if one failed.
 
     Standard error gets a line after each thousand. An interrupt or SIGTERM ends it: the last line says from which seed
@@ -98,7 +102,8 @@ def run_campaign(first: int, count: int, jobs: int = 1) -> int:
     is_interrupted = False
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        for part in _run_parts([range(at, min(at + _PART, end)) for at in range(first, end, _PART)], jobs):
+        parts = [range(at, min(at + _PART, end)) for at in range(first, end, _PART)]
+        for part in _run_parts(parts, jobs, partial(run_part, is_stream=is_stream)):
             result = result.plus(part)
             if not result.histories % _TOLD:
                 print(f"{result.describe(began)}, of {count} histories", file=sys.stderr, flush=True)
@@ -118,15 +123,15 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _run_parts(parts: list[range], jobs: int) -> Iterator[PartResult]:
+def _run_parts(parts: list[range], jobs: int, run: Callable[[range], PartResult]) -> Iterator[PartResult]:
     """Run the histories of ranges of seeds, in processes forked from this one; yield the results in order."""
     if jobs == 1:
-        yield from map(run_part, parts)
+        yield from map(run, parts)
         return
     gc.freeze()  # the forked processes need not look at the objects of this one
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _ignore_interrupts)
     try:
-        yield from pool.map(run_part, parts)
+        yield from pool.map(run, parts)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -137,12 +142,13 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def run_part(seeds: range) -> PartResult:
+def run_part(seeds: range, *, is_stream: bool = False) -> PartResult:
     """Run histories, and print a line for each that fails."""
+    run: Callable[[int], Any] = run_stream_history if is_stream else run_history
     events = faults = failed = 0
     began = time.process_time()
     for seed in seeds:
-        history = run_history(seed)
+        history = run(seed)
         events += len(history.events)
         faults += len(history.fired)
         if history.failure is not None:

@@ -83,7 +83,7 @@ def _make_small_buffer(nbytes: int) -> StagingBuffer:
     return make_buffer(min(nbytes, _MAX_BUFFER_BYTES))
 
 
-class _Twin:
+class Twin:
     """A module with some simulated functions."""
 
     def __init__(self, real: ModuleType, **simulated: object) -> None:
@@ -150,25 +150,25 @@ class Machine:
         pending, saves = _Owned(self.find_values_of_process, PendingSave), SaverCache()
         return [
             (os, system),
-            (fcntl, _Twin(fcntl, flock=system.flock, fcntl=lambda *_: 0)),
-            (shutil, _Twin(shutil, rmtree=system.rmtree)),
+            (fcntl, Twin(fcntl, flock=system.flock, fcntl=lambda *_: 0)),
+            (shutil, Twin(shutil, rmtree=system.rmtree)),
             (exchange, system.exchange),
             (start_writeback, lambda *_: None),
             (lower_priority, lambda: None),
             (read_mounts, lambda: ""),
             (read_available_bytes, lambda _needed: None),
             (memory_size, lambda: _MEMORY_BYTES),
-            (time, _Twin(time, **self._clocks())),
+            (time, Twin(time, **self._clocks())),
             (PAUSES, chance),
             (announce_wait, lambda *_of_ranks: nullcontext()),  # simulated waits take no time
             (LOST, {}),
             (WATCH, SimpleNamespace(waiting=lambda _where: nullcontext())),
-            (secrets, _Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),
-            (threading, _Twin(threading, **self._primitives())),
+            (secrets, Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),
+            (threading, Twin(threading, **self._primitives())),
             *((getattr(threading, name), twin) for name, twin in self._primitives().items()),
             (queue.SimpleQueue, lambda: SimulatedQueue(scheduler)),
             (ThreadPool, InlineExecutor),
-            (subprocess, _Twin(subprocess, run=self._janitors.start)),
+            (subprocess, Twin(subprocess, run=self._janitors.start)),
             (HELD, _Owned(self.find_values_of_process, dict)),
             (PLACES, _Owned(self.find_values_of_process, dict)),
             (decode_commit, lru_cache(_MAX_DECODED)(decode_commit)),

@@ -90,7 +90,7 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
         The history, whose `failure` is set if an invariant does not hold.
     """
     history = SimulatedHistory(seed, scenario or Scenario.from_seed(seed))
-    with warnings.catch_warnings(), _with_one_collection():
+    with warnings.catch_warnings(), collect_once():
         warnings.simplefilter("ignore")
         _run(history)
     return history
@@ -111,7 +111,7 @@ def _run(history: SimulatedHistory) -> None:
 
 
 @contextmanager
-def _with_one_collection() -> Iterator[None]:
+def collect_once() -> Iterator[None]:
     """Collect once, at the end, and only young objects: a full collection, with torch's objects, takes longer."""
     was_collecting = gc.isenabled()
     gc.disable()

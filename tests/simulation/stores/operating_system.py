@@ -8,7 +8,7 @@ import os
 import posixpath
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from io import BytesIO
 from types import SimpleNamespace
@@ -205,7 +205,8 @@ class NameCalls:
         """Create a folder and its parents."""
         if not self.path.exists(path):
             self.makedirs(posixpath.dirname(self.resolve(path)), mode, exist_ok=True)
-            self.mkdir(path)
+            with nullcontext() if not exist_ok else suppress(FileExistsError):  # another process may be faster
+                self.mkdir(path)
         elif not exist_ok:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
