@@ -305,7 +305,7 @@ class _StreamRun:
                 )
 
     def _require_reasons(self) -> None:
-        """Require that without a fault nothing fails but early receivers and replaced publishers. Raises HistoryError."""
+        """Require that without a fault only early receivers and replaced publishers fail. Raises HistoryError."""
         if not self.auditor.is_quiet():
             return
         for job in self._publishers:
