@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.run_history.prove import prove
     from shardckpt.offline.select.options import Options
     from shardckpt.offline.stats import stats
+    from shardckpt.offline.streams.compact_versions import compact_versions
     from shardckpt.offline.targets.target_registry import list_targets
     from shardckpt.offline.verify import verify
     from shardckpt.open_checkpoint import open
@@ -45,9 +46,12 @@ if TYPE_CHECKING:
     from shardckpt.state.model.model_state_dict import model_state_dict
     from shardckpt.state.optim.load_optim_state_dict import load_optim_state_dict
     from shardckpt.state.optim.optim_state_dict import optim_state_dict
+    from shardckpt.stream.http_server import build_stream_server
     from shardckpt.stream.publish.ledger import Anchors
     from shardckpt.stream.publish.publisher import Publisher
     from shardckpt.stream.receive.subscriber import Subscriber
+    from shardckpt.stream.versions.hf_delta import export_versions
+    from shardckpt.stream.versions.version_list import list_versions, verify_versions
     from shardckpt.tiers.local_folder import Local
     from shardckpt.tiers.peer_memory import PeerMemory
     from shardckpt.tiers.tier_list import list_tiers, stop_tiers
@@ -62,6 +66,7 @@ _HOMES = {
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
     "shardckpt.checkpoint.stateful.variant": ("Variant",),
     "shardckpt.checkpointer": ("Checkpointer",),
+    "shardckpt.offline.streams.compact_versions": ("compact_versions",),
     "shardckpt.offline.consolidate": ("consolidate", "convert"),
     "shardckpt.offline.copy": ("copy",),
     "shardckpt.offline.diff": ("diff",),
@@ -86,9 +91,12 @@ _HOMES = {
     "shardckpt.state.model.model_state_dict": ("model_state_dict",),
     "shardckpt.state.optim.load_optim_state_dict": ("load_optim_state_dict",),
     "shardckpt.state.optim.optim_state_dict": ("optim_state_dict",),
+    "shardckpt.stream.http_server": ("build_stream_server",),
     "shardckpt.stream.publish.ledger": ("Anchors",),
     "shardckpt.stream.publish.publisher": ("Publisher",),
     "shardckpt.stream.receive.subscriber": ("Subscriber",),
+    "shardckpt.stream.versions.hf_delta": ("export_versions",),
+    "shardckpt.stream.versions.version_list": ("list_versions", "verify_versions"),
     "shardckpt.tiers.local_folder": ("Local",),
     "shardckpt.tiers.peer_memory": ("PeerMemory",),
     "shardckpt.tiers.tier_list": ("list_tiers", "stop_tiers"),
@@ -127,16 +135,20 @@ __all__ = [
     "__version__",
     "async_save",
     "bisect",
+    "build_stream_server",
+    "compact_versions",
     "consolidate",
     "convert",
     "copy",
     "diff",
     "doctor",
+    "export_versions",
     "formats",
     "history",
     "inspect",
     "list_targets",
     "list_tiers",
+    "list_versions",
     "load",
     "load_model_state_dict",
     "load_optim_state_dict",
@@ -156,6 +168,7 @@ __all__ = [
     "stats",
     "stop_tiers",
     "verify",
+    "verify_versions",
 ]
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.run_history.doctor import HealthReport
     from shardckpt.offline.run_history.health_checks import HealthCheck
     from shardckpt.readers.registry import FormatInfo, FormatList
+    from shardckpt.stream.versions.version_list import VersionInfo, VersionList
     from shardckpt.tiers.tier_list import RunCaptures, TierList
     from shardckpt.witness.prove_resume import ResumeReport
     from shardckpt.witness.records.resumes import Proof, Resume, StepProof
@@ -83,6 +84,7 @@ _HOMES = {
     "shardckpt.offline.run_history.doctor": ("HealthReport",),
     "shardckpt.offline.run_history.health_checks": ("HealthCheck",),
     "shardckpt.readers.registry": ("FormatInfo", "FormatList"),
+    "shardckpt.stream.versions.version_list": ("VersionInfo", "VersionList"),
     "shardckpt.tiers.tier_list": ("RunCaptures", "TierList"),
     "shardckpt.witness.prove_resume": ("ResumeReport",),
     "shardckpt.witness.records.resumes": ("Proof", "Resume", "StepProof"),
@@ -132,6 +134,8 @@ __all__ = [
     "UnfinishedFolder",
     "ValueDifference",
     "Verification",
+    "VersionInfo",
+    "VersionList",
     "WrittenFile",
 ]
 

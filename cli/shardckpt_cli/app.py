@@ -21,6 +21,7 @@ from shardckpt_cli import (
     repair,
     reshard,
     stats,
+    stream,
     verify,
 )
 from shardckpt_cli.commands import Command, CommandWithTargets, CommandWithVerbs
@@ -56,6 +57,7 @@ VERBS = {
     "prove": Verb(ls.prove),
     "prune": Verb(prune.prune, has_one_writer=True),
     "tiers": Verb(ls.tiers),
+    "stream": Verb(stream.stream, has_one_writer=True),
 }
 
 

@@ -159,6 +159,7 @@ def convert(
     chosen = parse_options("convert", options)
     target = choose_target(chosen.to, dst)
     if target.name == "dcp" and "part" not in options and replace(chosen, **_NEUTRAL) == Options():
+        require_apart(src, dst)
         ranks = RankOptions(0, parse_size(chosen.max_shard_size), allow_loss=chosen.allow_loss)
         return write_all(src, dst, target, ranks, chosen, on_progress, _find_way_to_write(chosen))
     return export(src, dst, chosen, on_progress, keeps_split=True)

@@ -82,6 +82,7 @@ def reshard(
     options = Options(
         max_memory=max_memory, shapes_from=as_url(shapes_from), base=base, overwrite=overwrite, dry_run=dry_run
     )
+    require_apart(src, dst)
     return write_all(src, dst, target, ranks, options, on_progress)
 
 
@@ -97,7 +98,6 @@ def write_all(
     """Write all of a checkpoint under the names that it has."""
     watch = Stopwatch()
     memory = parse_memory(options.max_memory)
-    require_apart(src, dst)
     reader = load_param_shapes(open_checkpoint(src, options.base), options.shapes_from)
     watch.end_phase("open")
     assert target.plan_ranks is not None, "the registry returns no other target"

@@ -64,12 +64,12 @@ class BuiltIn(NamedTuple):
 _NATIVE, _COMMIT = "native", "COMMIT"
 # Built-in formats. Those that contain other formats come first. The last one never matches a folder.
 BUILT_IN = (
+    BuiltIn(_NATIVE, "shardckpt.native.reader", rf"{_COMMIT}|[0-9a-z]+-\d{{5,}}-\d{{2,}}\.safetensors"),
     BuiltIn(
         "stream",
         "shardckpt.stream.versions.version_reader",
         r"STREAM\.json|COMMIT\.json|anchor|delta-\d{5}-[0-9a-f]{8}\.safetensors",
     ),
-    BuiltIn(_NATIVE, "shardckpt.native.reader", rf"{_COMMIT}|[0-9a-z]+-\d{{5,}}-\d{{2,}}\.safetensors"),
     BuiltIn("deepspeed-universal", "shardckpt.readers.deepspeed.universal", r"zero|latest_universal"),
     BuiltIn("deepspeed", "shardckpt.readers.deepspeed.reader", r"(?s)latest|global_step.*|.*_states\.pt"),
     BuiltIn(

@@ -12,14 +12,14 @@ from typing import BinaryIO
 from shardckpt.errors import SourceNotFoundError
 from shardckpt.storage.store import convert_os_errors
 
-__all__ = ["build_http_server"]
+__all__ = ["build_stream_server"]
 
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{0,19})")
 _BUFFER = 1 << 20
 _TIMEOUT_S = 60.0
 
 
-def build_http_server(folder: str, host: str, port: int) -> ThreadingHTTPServer:
+def build_stream_server(folder: str, host: str, port: int) -> ThreadingHTTPServer:
     """Return a server of a folder; its `serve_forever` blocks.
 
     Args:

@@ -46,6 +46,7 @@ COMMANDS = {
     "doctor": ["RUN", "PROVEN"],
     "prune": ["RUN --dry-run --keep-last 1"],
     "tiers": ["", "stop"],
+    "stream": ["ls STREAM", "verify VERSION", "export VERSION OUT", "export STREAM OUT --dialect hf-delta"],
 }
 """Arguments of calls of each command; capital words are paths that `places` makes."""
 
@@ -55,7 +56,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("places")
     names = {"RUN": "run", "STEP": f"run/{step_name(1)}", "SHORT": "short", "FLIPPED": "flipped", "LOST": "lost"}
     names |= {"MEASURED": "measured", "OTHER": "other", "SRC": "src", "OUT": "out", "ADAPTER": "adapter"}
-    names |= {"PROVEN": "proven"}
+    names |= {"PROVEN": "proven", "STREAM": "stream", "VERSION": "stream@2"}
     places = {name: folder / path for name, path in names.items()}
     state = {
         "model": {"a.w": torch.eye(3), "b": torch.tensor([float("nan"), float("inf"), 0.0])},
@@ -76,6 +77,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     payload = next(places["SHORT"].glob("*.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-4])
     shardckpt.save(state, places["MEASURED"], stats=True)
+    with shardckpt.Publisher(places["STREAM"]) as publisher:
+        for number in (1, 2):
+            publisher.publish(number, {"w": torch.full((3,), float(number))})
     places["SRC"].mkdir()
     save_file({"layers.0.weight": torch.eye(3), "layers.0.bias": torch.ones(2)}, places["SRC"] / "w.safetensors")
     write_adapter(places["ADAPTER"])

@@ -13,7 +13,7 @@ import torch
 
 import shardckpt
 from shardckpt.errors import SourceNotFoundError, StorageError
-from shardckpt.stream.http_server import build_http_server
+from shardckpt.stream.http_server import build_stream_server
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     folder = tmp_path / "stream"
     folder.mkdir()
     (tmp_path / "secret").write_bytes(b"secret")
-    server = build_http_server(str(folder), "127.0.0.1", 0)
+    server = build_stream_server(str(folder), "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield folder, f"http://127.0.0.1:{server.server_port}"
@@ -86,6 +86,6 @@ def test_nothing_can_be_written(served: tuple[Path, str]) -> None:
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path, served: tuple[Path, str]) -> None:
     with pytest.raises(SourceNotFoundError, match="no such folder"):
-        build_http_server(str(tmp_path / "none"), "127.0.0.1", 0)
+        build_stream_server(str(tmp_path / "none"), "127.0.0.1", 0)
     with pytest.raises(StorageError, match="cannot serve"):
-        build_http_server(str(served[0]), "127.0.0.1", int(served[1].rpartition(":")[2]))
+        build_stream_server(str(served[0]), "127.0.0.1", int(served[1].rpartition(":")[2]))

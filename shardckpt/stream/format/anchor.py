@@ -31,9 +31,9 @@ def open_anchor(folder: StreamFolder, version: Version) -> Reader:
 
 def read_anchor(reader: Reader, boxes: Sequence[HeldBox], buffer: NDArray[np.uint8]) -> None:
     """Read boxes into their places in a buffer, verified block by block. Raises CheckpointError, StorageError."""
-    entries = []
+    entries, tensors = [], reader.manifest.tensors
     for each in boxes:
-        entry = reader.manifest.tensors.get((ROOT, each.name))
+        entry = tensors.get((ROOT, each.name)) or tensors.get((each.name,))  # a publisher's, or a compaction's
         if entry is None or (tuple(entry.shape), entry.dtype) != (each.shape, each.dtype):
             raise CheckpointError(
                 "the anchor has another tensor than the stream", where=reader.store.url, found=each.name

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.boxes import Box, Shape, full_box
-from shardckpt.errors import CheckpointError, ChecksumError, MissingFileError
+from shardckpt.errors import CheckpointError, ChecksumError, IncompleteError, MissingFileError
 from shardckpt.reader import Reader
 from shardckpt.stream.format.anchor import open_anchor, read_anchor
 from shardckpt.stream.format.chain import Chain, plan_chain
@@ -61,8 +61,19 @@ class VersionContent:
             groups[-1].append((name, shape, tensor.dtype, full_box(shape)))
         return tuple(map(place_boxes, groups))
 
+    def require_files(self) -> None:
+        """Require that no file of changes is gone. Raises IncompleteError."""
+        if self.missing:
+            raise IncompleteError(
+                "files of changes are gone",
+                where=self.folder.url,
+                found=", ".join(self.missing[:4]),
+                fix="Take a version after the next anchor.",
+            )
+
     def read(self, boxes: Sequence[HeldBox]) -> NDArray[np.uint8]:
         """Return a buffer with full tensors. Raises CheckpointError, StorageError."""
+        self.require_files()
         buffer = np.empty(max((each.start + each.nbytes for each in boxes), default=0), np.uint8)
         read_anchor(self._anchor, boxes, buffer)
         indexes = ([change for each in boxes for change in index.get(each.name, ())] for index in self._indexes)

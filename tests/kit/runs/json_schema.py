@@ -35,7 +35,7 @@ class _Member(NamedTuple):
     text: str
 
 
-FUNCTIONS = {"tiers": "list_tiers"}
+FUNCTIONS = {"stream": "list_versions", "tiers": "list_tiers"}
 """Functions of commands that have another name."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,74 +26,13 @@ from shardckpt.errors import (
 )
 from shardckpt.stream.versions import version_content
 from tests.kit.ranks.harness import run
-
-Weights = dict[str, torch.Tensor]
-NUMBERS = range(10, 16)
-ANCHORS = (10, 13)
-
-
-def make_versions() -> Iterator[tuple[int, Weights]]:
-    """Yield weights in several dtypes, of which a few elements, a tensor or nothing change."""
-    torch.manual_seed(0)
-    weights = {
-        "layers.0.weight": torch.randn(40, 30).bfloat16(),
-        "norm": torch.ones(30).bfloat16(),
-        "counts": torch.arange(5),
-        "scalar": torch.tensor(1.0),
-        "mask": torch.tensor([True, False]),
-        "empty": torch.empty(0, 3),
-    }
-    for number in NUMBERS:
-        weights = {name: value.clone() for name, value in weights.items()}
-        weights["layers.0.weight"][number::7] += 1
-        weights["norm"] += number % 2
-        weights["scalar"] += 0.5
-        weights["mask"] ^= True
-        yield number, weights
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Weights]]:
-    url = tmp_path_factory.mktemp("published") / "stream"
-    versions = dict(make_versions())
-    with shardckpt.Publisher(url, dtype=None, anchors=shardckpt.Anchors(max_chain=2)) as publisher:
-        for number, weights in versions.items():
-            publisher.publish(number, weights)
-    return url, versions
-
-
-@pytest.fixture
-def stream(published: tuple[Path, dict[int, Weights]], tmp_path: Path) -> Path:
-    """Return a copy of the stream, to damage."""
-    shutil.copytree(published[0], tmp_path / "stream")
-    return tmp_path / "stream"
-
-
-@pytest.fixture(scope="module")
-def versions(published: tuple[Path, dict[int, Weights]]) -> dict[int, Weights]:
-    return published[1]
-
-
-def folder_of(stream: Path, number: int) -> Path:
-    return stream / f"e00001-v{number:010d}"
-
-
-def delta_of(stream: Path, number: int) -> Path:
-    [file] = folder_of(stream, number).glob("delta-*")
-    return file
+from tests.kit.writers.stream_writer import ANCHORS, NUMBERS, Weights, assert_same, delta_of, flip, folder_of
 
 
 def read(source: object, target: Path) -> Weights:
     shardckpt.consolidate(str(source), target)
     assert [file.name for file in target.iterdir()] == ["model.safetensors"]
     return load_file(target / "model.safetensors")
-
-
-def assert_same(found: Weights, expected: Weights) -> None:
-    assert {*found} == {*expected}
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -221,12 +160,6 @@ def test_a_version_without_a_commit_is_not_published(stream: Path) -> None:
 
 
 # Damage
-
-
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 def swap_anchor(stream: Path) -> None:

@@ -1,0 +1,1 @@
+"""Operations on the versions of a stream."""
