@@ -22,10 +22,7 @@ def choose(name: str, text: str, *choices: str) -> Any:
 
 Src = Annotated[
     str,
-    take_step(
-        "SRC",
-        "Checkpoint: folder or file, path or URL; RUN@latest, RUN@best, RUN@1000 for a step; STREAM@12 for a version.",
-    ),
+    take_step("SRC", "Checkpoint: folder or file, path or URL; RUN@latest, RUN@best or RUN@1000; STREAM@12."),
 ]
 Dst = Annotated[
     str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt, .bin or .gguf file.")
