@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -16,6 +17,8 @@ from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.checkpoint.save.planner import capture_error
 from shardckpt.encodings.typed_json import decode, encode
 from shardckpt.errors import (
+    CheckpointError,
+    MissingFileError,
     PoisonedError,
     ShardckptError,
     SourceNotFoundError,
@@ -32,7 +35,7 @@ from shardckpt.storage.resolve_url import as_url
 from shardckpt.stream.format.codec import apply_change
 from shardckpt.stream.format.held_boxes import place_boxes
 from shardckpt.stream.format.stream_folder import StreamFolder
-from shardckpt.stream.format.stream_records import Version
+from shardckpt.stream.format.stream_records import Version, VersionCommit
 from shardckpt.stream.receive.mirror import Mirror
 from shardckpt.stream.receive.staged_weights import StagedWeights, stage_weights, view_as_tensor
 from shardckpt.stream.receive.targets import TensorChange, TensorTarget, WeightTarget, as_target
@@ -44,6 +47,9 @@ __all__ = ["Staged", "Subscriber", "SubscriberState"]
 Layout: TypeAlias = "nn.Module | Callable[[str, Shape], Box | Sequence[Box] | None] | None"
 
 _POLL_S = 0.05
+
+
+_ROUND = 0.25  # of the group's timeout: how long rank 0 waits for a version before the workers ask again
 
 
 class SubscriberState(Enum):
@@ -182,6 +188,7 @@ class Subscriber:
 
     def _choose(self, ranks: LinkedGroup, target: int | None, timeout_s: float) -> _Target:
         """Choose a version on rank 0. Collective."""
+        start = time.monotonic()
 
         def describe_worker() -> bytes:
             check_target(target, timeout_s)
@@ -197,15 +204,21 @@ class Subscriber:
             applied = [None if head[1] is None else Version(*head[1]) for head in heads]
             is_full = any(each is None or each != applied[0] for each in applied)
             held = None if is_full else applied[0]
-            commit = self._chooser.wait_for(target, held, timeout_s)
+            # The others wait for rank 0 as long as the group's timeout, which may be shorter.
+            round_s = timeout_s if ranks.size == 1 else ranks.timeout_s * _ROUND
+            commit = self._chooser.wait_for(target, held, start + timeout_s, round_s)
+            if commit is None:
+                return [pack_message([None, {}])] * len(messages)
             counted = count_once([head[3] for head in heads], self._folder.record.tensors)
             mirrored = {None if head[2] is None else Version(*head[2]) for head in heads}
             chosen = encode(_Target(commit.version, is_full, self._chooser.take_lease(commit, held, mirrored)))
             return [pack_message([chosen, each]) for each in counted]
 
-        message = capture_error(describe_worker)
-        answer = ranks.ask_rank0(f"staging a version of {self.url}", message, decide)
-        (chosen, counted), _ = unpack_message(answer)
+        chosen = None
+        while chosen is None:
+            message = capture_error(describe_worker)
+            answer = ranks.ask_rank0(f"staging a version of {self.url}", message, decide)
+            (chosen, counted), _ = unpack_message(answer)
         if self._is_counted is None:
             self._is_counted = counted
         return decode(_Target, chosen, where="rank 0's answer")
@@ -250,8 +263,7 @@ class Subscriber:
             commit = self._folder.find_commit(chosen.version)
             if commit is None:
                 raise SourceNotFoundError("the version was removed meanwhile", where=self.url, found=chosen.version)
-            chain = find_chain(self._folder, commit, mirror.version, chosen.doomed)
-            weights = stage_weights(self._folder, chain, mirror, is_full=chosen.is_full)
+            weights = self._stage_from(commit, mirror, chosen)
             counted = {name: each.hex() for name, each in weights.digests.items() if is_counted.get(name)}
             return pack_message(counted)
 
@@ -284,6 +296,20 @@ class Subscriber:
             "is_full": weights.buffer is not None,
         }
         return weights
+
+    def _stage_from(self, commit: VersionCommit, mirror: Mirror, chosen: _Target) -> StagedWeights:
+        """Read a version by changes of what the mirror holds; if those are damaged, from an anchor."""
+
+        def read(held: Version | None) -> StagedWeights:
+            chain = find_chain(self._folder, commit, held, chosen.doomed)
+            return stage_weights(self._folder, chain, mirror, is_full=chosen.is_full)
+
+        try:
+            return read(mirror.version)
+        except (CheckpointError, MissingFileError):
+            if mirror.version is None:
+                raise
+            return read(None)
 
     # Commit: one message before the first write, one after the last.
 
@@ -326,7 +352,7 @@ class Subscriber:
             nonlocal target
             target = as_target(into)
             if isinstance(target, TensorTarget):
-                places = [(box.name, box.shape, box.box) for box in mirror.boxes]
+                places = [(box.name, box.shape, box.dtype, box.box) for box in mirror.boxes]
                 target.check(places, {box.name for box in mirror.boxes})
             return b""
 

@@ -15,7 +15,7 @@ from shardckpt.state.local.tensor_shards import TensorShards, get_tensor_shards
 
 __all__ = ["TensorChange", "TensorTarget", "WeightTarget", "as_target"]
 
-Place = tuple[str, Shape, Box]  # a held box: name, shape of the full tensor, box
+Place = tuple[str, Shape, str, Box]  # a held box: name, shape of the full tensor, dtype in the stream, box
 
 
 class TensorChange(NamedTuple):
@@ -66,12 +66,14 @@ class TensorTarget:
         """Require that the tensors are the stream's, before anything is written. Raises MismatchError."""
         problems = [f"{name}: the stream has no such tensor" for name in self._arrays.keys() - set(names)]
         problems += [f"{name}: only the stream has it" for name in set(names) - self._arrays.keys()]
-        for name, shape, box in places:
+        for name, shape, dtype, box in places:
             array = self._arrays.get(name)
             if array is None:
                 continue
             if array.shape != shape:
                 problems.append(f"{name}: shape {list(array.shape)}, the stream has {list(shape)}")
+            elif not _has_all_values(array.dtype, getattr(torch, dtype)):
+                problems.append(f"{name}: dtype {str(array.dtype)[6:]} would round the stream's {dtype}")
             elif all(shard.box != box for shard in array.shards):
                 problems.append(f"{name}: the receiver's layout has {box}, the target has other boxes")
         if problems:
@@ -87,6 +89,12 @@ class TensorTarget:
                 tensor = next(shard.tensor for shard in shards if shard.box == change.box)
                 _write(tensor, change)
         self._finish()
+
+
+def _has_all_values(dtype: torch.dtype, of: torch.dtype) -> bool:
+    """Return True if a dtype has every value of another one."""
+    is_alike = dtype.is_floating_point and of.is_floating_point
+    return dtype == of or (is_alike and torch.promote_types(dtype, of) == dtype)
 
 
 def _write(tensor: torch.Tensor, change: TensorChange) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-from shardckpt.errors import IncompleteError, SourceNotFoundError, StorageError, UsageError
+from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError, UsageError
 from shardckpt.events.warn_user import warn_user
 from shardckpt.stream.format.chain import Chain, plan_chain
 from shardckpt.stream.format.stream_folder import StreamFolder
@@ -26,20 +26,30 @@ class VersionChooser:
         self._folder = folder
         self._lease: ReaderLease | None = ReaderLease(folder, _LEASE_S)
 
-    def wait_for(self, target: int | None, applied: Version | None, timeout_s: float) -> VersionCommit:
+    def wait_for(
+        self, target: int | None, applied: Version | None, deadline: float, round_s: float
+    ) -> VersionCommit | None:
         """Return a version's commit once it is published; by default the newest, and a newer one than `applied`.
+
+        Args:
+            target: Number of the version.
+            applied: Version that the server has.
+            deadline: When to stop, in seconds on the `time.monotonic` clock.
+            round_s: Seconds after which it returns None before the deadline.
 
         Raises:
             SourceNotFoundError: It is not published within the limit.
         """
-        deadline = time.monotonic() + timeout_s
+        until = min(deadline, time.monotonic() + round_s)
         while True:
             found = self._folder.find_number(target)
             if found is not None and (target is not None or found.version != applied):
                 return found
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= until:
                 break
             time.sleep(_POLL_S)
+        if until < deadline:
+            return None
         if found is not None:
             return found
         raise SourceNotFoundError(
@@ -62,7 +72,7 @@ class VersionChooser:
             return ()
         needs = {commit.version}
         for held in mirrored:
-            with suppress(IncompleteError):  # the worker raises it
+            with suppress(CheckpointError):  # the worker raises it, or takes an anchor
                 chain = find_chain(self._folder, commit, held, ())
                 needs.update(each.version for each in chain.deltas)
                 needs.update(() if chain.anchor is None else (chain.anchor,))
