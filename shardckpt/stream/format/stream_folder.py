@@ -112,9 +112,16 @@ class StreamFolder:
         folders = (version.epoch for version in self.list_folders()[-1:])
         return max((*claims, *folders), default=0)
 
+    def has_commit(self, version: Version) -> bool:
+        """Return True if a version is published, damaged or not."""
+        return self._has(f"{version.folder}/{COMMIT}")
+
     def has_anchor(self, version: Version) -> bool:
         """Return True if a version's folder has all its weights."""
+        return self._has(f"{version.folder}/{ANCHOR}/COMMIT")
+
+    def _has(self, name: str) -> bool:
         try:
-            return self.store.size(f"{version.folder}/{ANCHOR}/COMMIT") >= 0
+            return self.store.size(name) >= 0
         except MissingFileError:
             return False

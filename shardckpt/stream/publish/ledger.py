@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardckpt.errors import MismatchError, PublisherReplacedError, UsageError
+from shardckpt.errors import CheckpointError, MismatchError, PublisherReplacedError, UsageError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.stream.format.digest import ZERO, Digest, combine_digests
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import (
@@ -107,10 +108,11 @@ class Ledger:
 
     def settle(self) -> None:
         """Find out whether the last attempt's commit was stored although its request failed."""
-        doubtful, self._doubtful = self._doubtful, None
+        doubtful = self._doubtful
         if doubtful is None:
             return
-        commit = self.folder.find_commit(doubtful.version)
+        commit = self._find_undamaged(doubtful.version)
+        self._doubtful = None
         if commit is not None and commit.token == doubtful.token:
             self._advance(doubtful, commit)
         else:
@@ -239,21 +241,36 @@ class Ledger:
             for name, digest in part.items():
                 digests[name] = digests.get(name, ZERO) + digest
         wanted = combine_digests(digests).hex()
-        for at, commit in enumerate(self.folder.iter_commits()):
-            if commit.result_digest == wanted:
-                if at == 0:
-                    self._base = PublishedBase(commit.version, token, digests)
+        newest: Version | None = None
+        for version in reversed(self.folder.list_folders()):
+            commit = self._find_undamaged(version)
+            if commit is None and not self.folder.has_commit(version):
+                continue
+            newest = newest or version
+            if commit is not None and commit.result_digest == wanted:
+                if version == newest:
+                    self._base = PublishedBase(version, token, digests)
                     self._measure_chain(commit)
-                return commit.version
+                return version
         return None
 
+    def _find_undamaged(self, version: Version) -> VersionCommit | None:
+        """Return a version's commit; None if it is not published, or damaged: then warn."""
+        try:
+            return self.folder.find_commit(version)
+        except CheckpointError as error:
+            warn_user(f"a version's commit is damaged: {error}")
+            return None
+
     def _measure_chain(self, commit: VersionCommit) -> None:
-        """Count the changes since the last anchor."""
+        """Count the changes since the last anchor; a chain that is interrupted needs one now."""
         self.note_anchor()
         now: VersionCommit | None = commit
         while now is not None and now.base is not None and not self.folder.has_anchor(now.version):
             self._chain, self._chain_bytes = self._chain + 1, self._chain_bytes + now.nbytes
-            now = self.folder.find_commit(now.base)
+            now = self._find_undamaged(now.base)
+        if now is None:
+            self._chain = self._anchors.max_chain
 
 
 def _require_equal(known: Mapping[str, StreamTensor], given: Mapping[str, StreamTensor], where: str) -> None:
