@@ -114,8 +114,10 @@ class Mirror:
         old = self._buffer
         self._buffer, self.version, self.digests = buffer, version, dict(digests)
         self._file = os.path.basename(str(getattr(buffer, "filename", "")))
-        self._write_held()
-        self.discard(old)
+        try:
+            self._write_held()
+        finally:
+            self.discard(old)
 
     def apply(self, changes: Mapping[HeldBox, BoxChange], version: Version, digests: Mapping[str, Digest]) -> None:
         """BoxChange the boxes in place."""
