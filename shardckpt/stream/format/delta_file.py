@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardckpt.boxes import Box
+from shardckpt.boxes import Box, full_box
 from shardckpt.encodings.safetensors import HeaderTensor, encode_header, parse_header
 from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import CheckpointError, ChecksumError, FormatError, TruncatedError
@@ -76,7 +76,17 @@ def read_index(
                 "the header differs from the commit's hash", where=where, fix="Take a newer version, or an anchor."
             )
         located += _locate(file, name, header, stream, version, tensors, where)
+    _require_disjoint(located, tensors, f"{store.url}/{version.folder}")
     return located
+
+
+def _require_disjoint(changes: Sequence[LocatedChange], tensors: Mapping[str, StreamTensor], where: str) -> None:
+    """Refuse changes that overlap: many short ones of one large box would take the memory of as many boxes."""
+    left = {name: full_box(tuple(tensor.shape)).volume for name, tensor in tensors.items()}
+    for change in changes:
+        left[change.name] -= change.box.volume
+        if left[change.name] < 0:
+            raise FormatError("changes of one tensor overlap", where=where, found=change.name)
 
 
 def _require_size(store: Store, version: Version, file: DeltaFile) -> int:
