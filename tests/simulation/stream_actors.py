@@ -23,6 +23,11 @@ _LONGEST_STEP_S = 3.0  # of the training
 _WORTHLESS = -1.0
 
 
+def is_lost(error: BaseException | None) -> bool:
+    """Return True if a rank is gone, not only its call failed: the others cannot continue without it."""
+    return isinstance(error, RankError) and ("is gone or did not" in str(error) or "did not come" in str(error))
+
+
 @dataclass
 class PublisherJob:
     """A start of a publisher."""
@@ -88,9 +93,9 @@ class PublisherRank:
             self._pending.append((handle, content, epoch))
             if self._job.has_waits:
                 self._settle()
-        except (RankError, PublisherReplacedError):
-            raise
         except ShardckptError as error:
+            if isinstance(error, PublisherReplacedError) or is_lost(error):
+                raise
             self._fail(f"version {number}", error)
             return False
         return True
@@ -173,7 +178,7 @@ class ReceiverWorker:
             staged = subscriber.stage(timeout_s=self._job.timeout_s)
         except ShardckptError as error:
             self._fail("stage", error)
-            if isinstance(error, RankError) and "is gone or did not" in str(error):
+            if is_lost(error):
                 raise
         finally:
             if self._engine.differs_from(before):
@@ -190,14 +195,14 @@ class ReceiverWorker:
             self._fail("commit", error)
             if subscriber.state is not SubscriberState.POISONED or not subscriber.label.startswith("poisoned:"):
                 raise HistoryError(f"after a failed update the label is {subscriber.label}") from error
-            if isinstance(error.__cause__, RankError) and "is gone or did not" in str(error):
-                raise error.__cause__ from error
+            if is_lost(error.__cause__):
+                raise RankError(str(error)) from error
             return
         except ShardckptError as error:
             self._fail("commit", error)
             if self._engine.differs_from(before) or subscriber.label != label:
                 raise HistoryError("a refused update has changed the weights or the label") from error
-            if isinstance(error, RankError):
+            if is_lost(error):
                 raise
             return
         if subscriber.label != str(version.number) or subscriber.held != version:
