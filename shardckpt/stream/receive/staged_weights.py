@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardckpt.boxes import Box, shift
+from shardckpt.errors import CheckpointError, MissingFileError
 from shardckpt.stream.format.anchor import open_anchor, read_anchor
 from shardckpt.stream.format.chain import Chain
 from shardckpt.stream.format.codec import BoxChange, apply_part, compose_changes, shift_positions
@@ -18,10 +19,11 @@ from shardckpt.stream.format.delta_file import read_index
 from shardckpt.stream.format.digest import Digest
 from shardckpt.stream.format.held_boxes import HeldBox, PartChange, collect_changes
 from shardckpt.stream.format.stream_folder import StreamFolder
-from shardckpt.stream.format.stream_records import VersionCommit
+from shardckpt.stream.format.stream_records import Version, VersionCommit
 from shardckpt.stream.receive.mirror import Mirror, digest_change
+from shardckpt.stream.receive.version_chooser import find_chain
 
-__all__ = ["StagedWeights", "stage_weights", "view_as_tensor"]
+__all__ = ["StagedWeights", "stage_version", "view_as_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,28 @@ class StagedWeights:
         return sum(len(change.values) for change in self.changes.values())
 
 
-def stage_weights(folder: StreamFolder, chain: Chain, mirror: Mirror, *, is_full: bool) -> StagedWeights:
+def stage_version(
+    folder: StreamFolder, commit: VersionCommit, mirror: Mirror, doomed: Collection[Version], *, is_full: bool
+) -> StagedWeights:
+    """Read a version by changes of what the mirror holds; if those are damaged, from an anchor.
+
+    Args:
+        folder: The stream.
+        commit: The version.
+        mirror: What this worker holds; unchanged.
+        doomed: Versions that are being removed.
+        is_full: Whether all boxes are needed, because the server has none of the stream's versions.
+    """
+    try:
+        chain = find_chain(folder, commit, mirror.version, doomed)
+        return _stage_weights(folder, chain, mirror, is_full=is_full)
+    except (CheckpointError, MissingFileError):
+        if mirror.version is None:
+            raise
+        return _stage_weights(folder, find_chain(folder, commit, None, doomed), mirror, is_full=is_full)
+
+
+def _stage_weights(folder: StreamFolder, chain: Chain, mirror: Mirror, *, is_full: bool) -> StagedWeights:
     """Read what leads to a version.
 
     Args:

@@ -17,8 +17,6 @@ from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.checkpoint.save.planner import capture_error
 from shardckpt.encodings.typed_json import decode, encode
 from shardckpt.errors import (
-    CheckpointError,
-    MissingFileError,
     PoisonedError,
     ShardckptError,
     SourceNotFoundError,
@@ -35,11 +33,11 @@ from shardckpt.storage.resolve_url import as_url
 from shardckpt.stream.format.codec import apply_change
 from shardckpt.stream.format.held_boxes import place_boxes
 from shardckpt.stream.format.stream_folder import StreamFolder
-from shardckpt.stream.format.stream_records import Version, VersionCommit
+from shardckpt.stream.format.stream_records import Version
 from shardckpt.stream.receive.mirror import Mirror
-from shardckpt.stream.receive.staged_weights import StagedWeights, stage_weights, view_as_tensor
+from shardckpt.stream.receive.staged_weights import StagedWeights, stage_version, view_as_tensor
 from shardckpt.stream.receive.targets import TensorChange, TensorTarget, WeightTarget, as_target
-from shardckpt.stream.receive.version_chooser import VersionChooser, check_target, find_chain
+from shardckpt.stream.receive.version_chooser import VersionChooser, check_target
 from shardckpt.stream.receive.worker_parts import build_digest_error, count_once, find_wrong_digests
 
 __all__ = ["Staged", "Subscriber", "SubscriberState"]
@@ -263,7 +261,7 @@ class Subscriber:
             commit = self._folder.find_commit(chosen.version)
             if commit is None:
                 raise SourceNotFoundError("the version was removed meanwhile", where=self.url, found=chosen.version)
-            weights = self._stage_from(commit, mirror, chosen)
+            weights = stage_version(self._folder, commit, mirror, chosen.doomed, is_full=chosen.is_full)
             counted = {name: each.hex() for name, each in weights.digests.items() if is_counted.get(name)}
             return pack_message(counted)
 
@@ -296,20 +294,6 @@ class Subscriber:
             "is_full": weights.buffer is not None,
         }
         return weights
-
-    def _stage_from(self, commit: VersionCommit, mirror: Mirror, chosen: _Target) -> StagedWeights:
-        """Read a version by changes of what the mirror holds; if those are damaged, from an anchor."""
-
-        def read(held: Version | None) -> StagedWeights:
-            chain = find_chain(self._folder, commit, held, chosen.doomed)
-            return stage_weights(self._folder, chain, mirror, is_full=chosen.is_full)
-
-        try:
-            return read(mirror.version)
-        except (CheckpointError, MissingFileError):
-            if mirror.version is None:
-                raise
-            return read(None)
 
     # Commit: one message before the first write, one after the last.
 
