@@ -101,9 +101,7 @@ SOME = [pytest.param(each, marks=[pytest.mark.full] if each > 1 else []) for eac
 
 
 @pytest.mark.parametrize("part", SOME)
-def test_a_publisher_killed_at_any_operation_leaves_the_old_or_new_version(
-    part: int, tmp_path: Path
-) -> None:
+def test_a_publisher_killed_at_any_operation_leaves_the_old_or_new_version(part: int, tmp_path: Path) -> None:
     operations = matrix(tmp_path, lambda url, _: publish(url, 4, restored=3), least=3, most=4, part=part)
     print(f"killed at each of {operations} operations")
     assert operations >= 12
