@@ -53,7 +53,7 @@ def stream(
     overwrite: options.Overwrite = False,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """List, check, export, compact or serve the versions of a weight stream.
+    """List, check, export, compact or serve a weight stream.
 
     `verify` reads each version from its anchor, and exits with 1 for any fault. `compact` writes an anchor for the
     newest version. `serve` lets receivers on other hosts read a folder over HTTP; everybody who reaches the port can.

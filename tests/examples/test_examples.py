@@ -76,6 +76,19 @@ RUNS = {
             ),
         )
     ],
+    "rl_stream.py": [
+        (
+            [],
+            (
+                "server: ended by SIGKILL\ntrainer: ended by SIGKILL, SIGKILL\n",
+                "trainer: restored step 20, whose weights are version 20",
+                "server: joins at version 40 (epoch 2), and applies it at once",
+                "server: version 40 after 1 update: 48 49 50 51 52 53 54 55",
+                "versions in 2 epochs",
+                "all intact: True\nthe exported version generates the same text",
+            ),
+        )
+    ],
     "save_and_load.py": [
         ([], ("3 ranks, rows, from step 4", "head.weight in the checkpoint: SavedTensor(", *["step 7: loss 4.009"] * 2))
     ],
@@ -140,6 +153,9 @@ SHOWN_BY = {
     ),
     "lora.py": pytest.mark.shown_by(
         "checkpoint/test_trainable_only.py::TestOnRanks::test_the_base_is_left_where_it_is_and_read_from_there"
+    ),
+    "rl_stream.py": pytest.mark.shown_by(
+        "stream/test_trainers_and_receivers.py::test_every_trainer_publishes_the_weights_that_torch_gathers"
     ),
     "survive.py": pytest.mark.shown_by(
         "tiers/test_several_nodes.py::test_with_a_copy_the_loss_of_any_node_is_survived_on_other_numbers_of_ranks"
