@@ -241,7 +241,8 @@ def map_change(change: BoxChange, box: Box, into: Box) -> BoxChange:
         return change
     inner = shift(part, box.offset)
     if change.positions is None:
-        return BoxChange(part.volume, None, change.values.reshape(box.size)[_slices(inner)].reshape(-1))
+        taken = np.ascontiguousarray(change.values.reshape(box.size)[_slices(inner)])
+        return BoxChange(part.volume, None, taken.reshape(-1))
     start = flat_index(box.size, inner.offset)
     stop = flat_index(box.size, tuple(n - 1 for n in inner.stop)) + 1
     low, high = (int(n) for n in np.searchsorted(change.positions, (start, stop)))

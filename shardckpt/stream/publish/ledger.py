@@ -45,7 +45,8 @@ class Anchors:
 
     def __post_init__(self) -> None:
         """Require a usable policy."""
-        if not (isinstance(self.max_chain, int) and self.max_chain >= 1 and self.max_bytes > 0):
+        is_number = isinstance(self.max_bytes, (int, float)) and self.max_bytes > 0
+        if not (isinstance(self.max_chain, int) and self.max_chain >= 1 and is_number):
             raise UsageError("`Anchors` needs max_chain >= 1 and max_bytes > 0", found=repr(self))
         if self.keep is not None:
             require_anchors(self.keep)
@@ -83,6 +84,7 @@ class Ledger:
         self._anchors, self._kept = anchors, kept
         self._record: StreamRecord | None = None
         self._epoch = 0  # that this publisher has claimed; 0 before
+        self._epoch_claim: EpochClaim | None = None
         self._last: Version | None = None  # of this epoch
         self._base: PublishedBase | None = None
         self._doubtful: PublishedBase | None = None  # its commit may have been stored
@@ -148,7 +150,7 @@ class Ledger:
     def _claim(self) -> None:
         last = self.folder.find_last_epoch()
         if self._epoch:
-            if last != self._epoch:
+            if not self._is_ours(self._epoch):
                 raise PublisherReplacedError(
                     f"another publisher has opened epoch {last} in this stream",
                     where=self.folder.url,
@@ -156,7 +158,7 @@ class Ledger:
                     fix="Let one publisher write a stream; give the other one its own.",
                 )
             return
-        claim = EpochClaim(uuid.uuid4().hex, os.uname().nodename, os.getpid())
+        claim = self._epoch_claim = EpochClaim(uuid.uuid4().hex, os.uname().nodename, os.getpid())
         while not self.folder.create(name_epoch(last + 1), claim):
             last = max(last + 1, self.folder.find_last_epoch())
         self._epoch, self._last = last + 1, None
@@ -207,8 +209,14 @@ class Ledger:
         self._advance(made, commit)
 
     def _require_ours(self, attempt: Attempt) -> None:
-        if self.folder.find_last_epoch() != attempt.version.epoch:
+        if not self._is_ours(attempt.version.epoch):
             raise self._replaced_error(attempt)
+
+    def _is_ours(self, epoch: int) -> bool:
+        """Return True if this publisher has claimed an epoch, and no later one is claimed."""
+        # The folder may have been removed and made again, so that another publisher has an epoch of this number.
+        is_last = self.folder.find_last_epoch() == epoch
+        return is_last and self.folder.find(EpochClaim, name_epoch(epoch)) == self._epoch_claim
 
     def _replaced_error(self, attempt: Attempt) -> PublisherReplacedError:
         return PublisherReplacedError(
@@ -231,7 +239,7 @@ class Ledger:
 
     def prune(self) -> None:
         """Remove what the rules and readers do not need."""
-        if self._anchors.keep is not None:
+        if self._anchors.keep is not None and self._is_ours(self._epoch):
             prune_stream(self.folder, keep_anchors=self._anchors.keep, kept=frozenset(self._kept()))
 
     def resume(self, parts: Sequence[Mapping[str, Digest]], token: str) -> Version | None:

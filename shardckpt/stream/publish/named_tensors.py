@@ -50,6 +50,10 @@ class TensorNames:
                     found=f"{dotted(owners[name][1:])} and {dotted(path[1:])}",
                     fix="Change `key_map`.",
                 )
+            if array.dtype == "complex128":
+                raise UnsupportedError(
+                    "a stream has no complex128", where=name, fix="Publish its real and imaginary part."
+                )
             owners[name] = path
             dtype = self._dtype if self._dtype is not None and array.dtype in _FLOATS else array.dtype
             tensors[name] = StreamTensor(dtype, array.shape)
@@ -59,7 +63,14 @@ class TensorNames:
 
     def describe_ties(self, plan: GlobalSavePlan) -> dict[str, str]:
         """Return further names of tensors, each with the first one."""
-        return {self.rename(path): self.rename(first) for path, first in plan.ties.items()}
+        ties = {self.rename(path): self.rename(first) for path, first in plan.ties.items()}
+        named = {self.rename(path) for path in plan.order}
+        taken = next((name for name, first in ties.items() if name in named and name != first), None)
+        if taken is not None:
+            raise NameCollisionError(
+                "a further name of a tensor is another tensor's in the stream", where=taken, fix="Change `key_map`."
+            )
+        return {name: first for name, first in ties.items() if name != first}
 
 
 def flatten_weights(model: Any, rank: int, size: int) -> FlattenedState:

@@ -6,7 +6,8 @@ import fcntl
 import hashlib
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class Mirror:
         self._nbytes = max((each.start + each.nbytes for each in boxes), default=0)
         layout = repr([each[:4] for each in boxes]).encode()
         self._layout = hashlib.blake2b(layout, digest_size=16).hexdigest()
-        self._lock = -1
+        self._release: Callable[[], object] = lambda: None
         if folder is not None:
             self._open(folder)
 
@@ -79,7 +80,7 @@ class Mirror:
         if self._folder is None:
             try:
                 return np.empty(self._nbytes, np.uint8)
-            except MemoryError as error:
+            except (MemoryError, ValueError, OverflowError) as error:
                 raise NoMemoryError.from_array(
                     "the mirror", self._nbytes, "uint8", (self._nbytes,), "Pass mirror=FOLDER."
                 ) from error
@@ -120,7 +121,7 @@ class Mirror:
             self.discard(old)
 
     def apply(self, changes: Mapping[HeldBox, BoxChange], version: Version, digests: Mapping[str, Digest]) -> None:
-        """BoxChange the boxes in place."""
+        """Change the boxes in place."""
         # If the process is killed here, the next one finds digests that differ, and takes an anchor.
         for box, change in changes.items():
             apply_change(change, box.view(self._buffer))
@@ -138,17 +139,16 @@ class Mirror:
     def close(self) -> None:
         """Release the folder."""
         self._buffer = np.empty(0, np.uint8)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._release()
 
     def _open(self, folder: str) -> None:
         """Lock the folder, and take what it holds if that is undamaged."""
         with convert_os_errors("cannot open the mirror", folder, is_target=True):
             os.makedirs(folder, exist_ok=True)
-            self._lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._release = weakref.finalize(self, os.close, lock)  # also if nobody closes the mirror
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 self.close()
                 raise UsageError(

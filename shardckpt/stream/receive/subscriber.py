@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,7 +37,7 @@ from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 from shardckpt.stream.receive.mirror import Mirror
 from shardckpt.stream.receive.staged_weights import StagedWeights, stage_version, view_as_tensor
-from shardckpt.stream.receive.targets import TensorChange, TensorTarget, WeightTarget, as_target
+from shardckpt.stream.receive.targets import TensorChange, TensorTarget, WeightTarget, as_target, get_target_key
 from shardckpt.stream.receive.version_chooser import VersionChooser, check_target
 from shardckpt.stream.receive.worker_parts import build_digest_error, count_once, find_wrong_digests
 
@@ -116,6 +117,9 @@ class Subscriber:
         self._failed: Version | None = None  # that poisoned the weights
         self._staged: Staged | None = None
         self._chooser = VersionChooser(self._folder)  # used on rank 0 alone
+        self._entry, self._process = threading.RLock(), os.getpid()
+        self._is_closed = False
+        self._target: object = None  # key of the target that has the applied version
 
     @property
     def state(self) -> SubscriberState:
@@ -152,11 +156,12 @@ class Subscriber:
             RankError: Another worker failed or is lost; the message names it.
             StorageError: The store failed.
         """
-        self._drop_staged()
         with (
+            self._enter(),
             enter_call("stage", self.url, self._on_event),
             record_operation(ReceiveEvent, self.url, self._on_event) as recorder,
         ):
+            self._drop_staged()
             ranks = get_ranks(self._group)
             recorder.values["rank"] = ranks.rank
             with recorder.phase("plan"):
@@ -169,11 +174,22 @@ class Subscriber:
             return self._staged
 
     def close(self) -> None:
-        """Release the mirror and what keeps versions for this reader."""
+        """Release the mirror and what keeps versions for this reader. No other call may follow."""
+        self._is_closed = True
         self._drop_staged()
         self._chooser.release()
         if self._mirror is not None:
             self._mirror.close()
+
+    @contextmanager
+    def _enter(self) -> Iterator[None]:
+        """Let one call after the other use the mirror. Raises UsageError after `close`, and in a forked process."""
+        if os.getpid() != self._process:
+            raise UsageError("this subscriber is another process's", where=self.url, fix="Create one after the fork.")
+        with self._entry:
+            if self._is_closed:
+                raise UsageError("this subscriber is closed", where=self.url)
+            yield
 
     def _drop_staged(self) -> None:
         staged, self._staged = self._staged, None
@@ -283,10 +299,9 @@ class Subscriber:
         assert weights is not None, "this worker's error is raised by then"
         wrong, _ = unpack_message(answer)
         if wrong:
-            if weights.buffer is None:
-                mirror.forget()  # what it held may be the damaged part: the next call takes an anchor
-            else:
+            if weights.buffer is not None:
                 mirror.discard(weights.buffer)
+            mirror.forget()  # what it held may be the damaged part: the next call takes an anchor
             raise build_digest_error(weights.target, wrong, self.url)
         recorder.values |= {
             "versions": weights.versions,
@@ -298,17 +313,20 @@ class Subscriber:
     # Commit: one message before the first write, one after the last.
 
     def _commit(self, staged: Staged, into: Any) -> Version:
-        if staged is not self._staged:
-            raise UsageError("this version was committed, aborted or replaced by a later one", found=staged.version)
-        mirror, weights = self._mirror, staged.weights
-        assert mirror is not None, "it is open"
-        version = weights.target.version
-        with enter_call("commit", self.url, self._on_event):
+        with self._enter(), enter_call("commit", self.url, self._on_event):
+            if staged is not self._staged:
+                raise UsageError(
+                    "this version was committed, aborted or replaced by a later one", found=str(staged.version)
+                )
+            mirror, weights = self._mirror, staged.weights
+            assert mirror is not None, "it is open"
+            version = weights.target.version
             ranks = get_ranks(self._group)
             target = self._prepare(ranks, into, version)
-            self._state, self._failed, self._applied = SubscriberState.APPLYING, version, None
+            is_other = get_target_key(target) != self._target
+            self._state, self._failed, self._applied, self._target = SubscriberState.APPLYING, version, None, None
             try:
-                failure = capture_error(lambda: target.apply(staged.iter_changes()))
+                failure = capture_error(lambda: staged.apply_to(target, replaces_all=is_other))
                 message = failure if isinstance(failure, Exception) else b""
                 ranks.ask_rank0(f"applying version {version} of {self.url}", message, lambda each: [b""] * len(each))
             except BaseException as error:
@@ -321,9 +339,9 @@ class Subscriber:
                     where=self.url,
                     fix="Do not serve. The next stage() and commit() replace all weights.",
                 ) from error
-            self._keep(mirror, weights)
-            self._staged = None
+            self._staged, self._target = None, get_target_key(target)
             self._state, self._failed, self._applied = SubscriberState.READY, None, version
+            self._keep(mirror, weights)
             return version
 
     def _prepare(self, ranks: LinkedGroup, into: Any, version: Version) -> WeightTarget:
@@ -337,7 +355,7 @@ class Subscriber:
             target = as_target(into)
             if isinstance(target, TensorTarget):
                 places = [(box.name, box.shape, box.dtype, box.box) for box in mirror.boxes]
-                target.check(places, {box.name for box in mirror.boxes})
+                target.check(places, self._folder.record.tensors)
             return b""
 
         what = f"preparing to apply version {version} of {self.url}"
@@ -353,10 +371,12 @@ class Subscriber:
                 mirror.replace(weights.buffer, version, weights.digests)
             else:
                 mirror.apply(weights.changes, version, weights.digests)
-        except ShardckptError as error:
-            warn_user(f"version {version} of {self.url} is applied, but the mirror failed: {error}")
+        except BaseException as error:
             with suppress(ShardckptError):
-                mirror.forget()
+                mirror.forget()  # a part may have changed
+            if not isinstance(error, ShardckptError):
+                raise
+            warn_user(f"version {version} of {self.url} is applied, but the mirror failed: {error}")
 
 
 class Staged:
@@ -369,6 +389,7 @@ class Staged:
     def __init__(self, subscriber: Subscriber, weights: StagedWeights, applied: Version | None, is_full: bool) -> None:
         self._subscriber, self.weights = subscriber, weights
         self._applied, self._is_full = applied, is_full
+        self._is_read = False  # whether an engine has taken all that it has to write
 
     @property
     def version(self) -> Version:
@@ -393,11 +414,13 @@ class Staged:
             for box in mirror.boxes:
                 values = view_as_tensor(box.dtype, box.view(self.weights.buffer))
                 yield TensorChange(box.name, box.shape, box.dtype, box.box, None, values)
+            self._is_read = True
             return
         for box, change in self.weights.changes.items():
             at = None if change.positions is None else torch.from_numpy(change.positions)
             new = change.values if at is None else mirror.view(box)[change.positions] ^ change.values
             yield TensorChange(box.name, box.shape, box.dtype, box.box, at, view_as_tensor(box.dtype, new))
+        self._is_read = True
 
     def iter_weights(self) -> Iterator[TensorChange]:
         """Yield all tensors, for an engine that loads each of them. Values stay valid until `commit` ends."""
@@ -413,6 +436,14 @@ class Staged:
                 values = values.copy()
                 apply_change(change, values)
             yield TensorChange(box.name, box.shape, box.dtype, box.box, None, view_as_tensor(box.dtype, values))
+        self._is_read = True
+
+    def apply_to(self, target: WeightTarget, *, replaces_all: bool) -> None:
+        """Let a target write the changes; all weights if it has another version, or none."""
+        self._is_read = self.is_held
+        target.apply(self.iter_weights() if replaces_all else self.iter_changes())
+        if not self._is_read:
+            raise UsageError("`apply` must take all changes before it returns", found=type(target).__name__)
 
     def commit(self, into: Any) -> Version:
         """Apply the version on all workers, or on none. Collective.

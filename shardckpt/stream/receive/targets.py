@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -11,9 +12,11 @@ from torch import nn
 from shardckpt.boxes import Box, Shape
 from shardckpt.errors import MismatchError, UsageError
 from shardckpt.state.local.local_shards import local_model
-from shardckpt.state.local.tensor_shards import TensorShards, get_tensor_shards
+from shardckpt.state.local.tensor_shards import TensorShards, get_tensor_shards, repeats_elements
 
-__all__ = ["TensorChange", "TensorTarget", "WeightTarget", "as_target"]
+__all__ = ["TensorChange", "TensorTarget", "WeightTarget", "as_target", "get_target_key"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 Place = tuple[str, Shape, str, Box]  # a held box: name, shape of the full tensor, dtype in the stream, box
 
@@ -65,10 +68,11 @@ class TensorTarget:
     def check(self, places: Iterable[Place], names: Iterable[str]) -> None:
         """Require that the tensors are the stream's, before anything is written. Raises MismatchError."""
         problems = [f"{name}: the stream has no such tensor" for name in self._arrays.keys() - set(names)]
-        problems += [f"{name}: only the stream has it" for name in set(names) - self._arrays.keys()]
+        problems += self._find_bad_memory()
         for name, shape, dtype, box in places:
             array = self._arrays.get(name)
             if array is None:
+                problems.append(f"{name}: only the stream has it")
                 continue
             if array.shape != shape:
                 problems.append(f"{name}: shape {list(array.shape)}, the stream has {list(shape)}")
@@ -80,6 +84,21 @@ class TensorTarget:
             raise MismatchError.on_other_rank(
                 f"the target does not fit the stream: {'; '.join(sorted(problems)[:8])}. Nothing was changed."
             )
+
+    def _find_bad_memory(self) -> Iterator[str]:
+        """Yield what is wrong with tensors that cannot be written one by one."""
+        owners: dict[int, str] = {}
+        for name, array in self._arrays.items():
+            for _, tensor in array.shards:
+                if tensor.is_meta or repeats_elements(tensor):
+                    yield f"{name}: it has no memory of its own for each element"
+                elif tensor.numel() and owners.setdefault(tensor.data_ptr(), name) != name:
+                    yield f"{name}: it shares memory with {owners[tensor.data_ptr()]}"
+
+    @property
+    def key(self) -> tuple[tuple[str, int], ...]:
+        """What tells these tensors from others: where they are."""
+        return tuple((name, shard.tensor.data_ptr()) for name, array in self._arrays.items() for shard in array.shards)
 
     def apply(self, changes: Iterable[TensorChange]) -> None:
         """Write the changes."""
@@ -99,6 +118,9 @@ def _has_all_values(dtype: torch.dtype, of: torch.dtype) -> bool:
 
 def _write(tensor: torch.Tensor, change: TensorChange) -> None:
     values = change.values.to(tensor.device, tensor.dtype)
+    if not tensor.is_complex() and tensor.element_size() in _INTEGERS:  # an index writes into common dtypes alone
+        integer = _INTEGERS[tensor.element_size()]
+        tensor, values = tensor.view(integer), values.view(integer)
     if change.indices is None:
         tensor.copy_(values.view(change.box.size))
         return
@@ -107,6 +129,16 @@ def _write(tensor: torch.Tensor, change: TensorChange) -> None:
         tensor.view(-1)[at] = values
     else:
         tensor[torch.unravel_index(at, tuple(tensor.shape))] = values
+
+
+def get_target_key(target: WeightTarget) -> object:
+    """Return what tells a target from others: its memory, or the engine's object."""
+    if isinstance(target, TensorTarget):
+        return target.key
+    try:
+        return weakref.ref(target)
+    except TypeError:
+        return id(target)
 
 
 def as_target(into: Any) -> WeightTarget:

@@ -16,7 +16,7 @@ from shardckpt.stream.retention.leases import ReaderLease, list_doomed
 __all__ = ["VersionChooser", "check_target", "find_chain"]
 
 _POLL_S = 0.05
-_LEASE_S = 900.0
+_LEASE_S = 3600.0
 
 
 class VersionChooser:

@@ -54,7 +54,7 @@ def find_wrong_digests(commit: VersionCommit, parts: Iterable[Mapping[str, str]]
     for part in parts:
         for name, text in part.items():
             sums[name] = sums.get(name, ZERO) + Digest.from_hex(text)
-    return [name for name, digest in sums.items() if digest.hex() != commit.digests.get(name)]
+    return [name for name, digest in sums.items() if digest.hex() != commit.digests.get(name, ZERO.hex())]
 
 
 def build_digest_error(commit: VersionCommit, wrong: Sequence[str], where: str) -> ChecksumError:

@@ -23,6 +23,7 @@ __all__ = ["LEASES", "REMOVALS", "ReaderLease", "Removal", "VersionLease", "list
 LEASES, REMOVALS = "leases", "removals"
 _NAME = re.compile(r"[0-9a-f]{32}(-\d{1,9})?\.json")
 _SLACK_S = 60.0  # clocks of two machines may differ by so much
+_REMOVAL_S = 3600.0  # seconds that a removal takes at most
 _MAX_LISTINGS = 100
 _T = TypeVar("_T")
 
@@ -45,6 +46,7 @@ class Removal:
     """Versions that are about to be removed."""
 
     versions: tuple[Version, ...]
+    announced_at: float  # seconds since the epoch
 
 
 class ReaderLease:
@@ -97,8 +99,10 @@ def list_live_leases(folder: StreamFolder, now: float) -> list[VersionLease]:
 
 
 def list_doomed(folder: StreamFolder) -> set[Version]:
-    """Return the versions whose removal is announced."""
-    return {version for _, removal in _read_records(folder, REMOVALS, Removal) for version in removal.versions}
+    """Return the versions whose removal is announced; a process that was killed does not remove them after an hour."""
+    now = time.time()
+    removals = [each for _, each in _read_records(folder, REMOVALS, Removal) if now - each.announced_at < _REMOVAL_S]
+    return {version for removal in removals for version in removal.versions}
 
 
 def _read_records(folder: StreamFolder, where: str, kind: type[_T]) -> list[tuple[str, _T]]:

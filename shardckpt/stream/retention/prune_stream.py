@@ -52,7 +52,7 @@ def prune_stream(
     if doomed:
         announcement = f"{REMOVALS}/{uuid.uuid4().hex}.json"
         with folder.store.create(announcement) as writer:
-            writer.write(dump(Removal(tuple(doomed))))
+            writer.write(dump(Removal(tuple(doomed), time.time())))
         # A reader may have come between the first look and the announcement.
         doomed = [version for version in plan() if version in doomed]
         for version in doomed:
