@@ -66,3 +66,11 @@ def test_each_version_that_damage_reaches_has_a_problem(
     assert [each.number for each in found.versions if each.problem] == faulty
     assert not found.ok
     assert not shardckpt.verify_versions(f"{stream}@{faulty[0]}").ok
+
+
+def test_a_missing_file_is_named(stream: Path) -> None:
+    file = delta_of(stream, 14)
+    file.unlink()
+    problems = [each.problem for each in shardckpt.verify_versions(stream).versions if each.problem]
+    assert len(problems) == 2
+    assert all("files of changes are gone" in each and file.name in each for each in problems)

@@ -21,9 +21,12 @@ from shardckpt.errors import (
     IncompleteError,
     ShardckptError,
     SourceNotFoundError,
+    TruncatedError,
     UnknownFormatError,
     UsageError,
 )
+from shardckpt.readers.registry import open_checkpoint, resolve_step
+from shardckpt.storage.store import read_bytes
 from shardckpt.stream.versions import version_content
 from tests.kit.ranks.harness import run
 from tests.kit.writers.stream_writer import ANCHORS, NUMBERS, Weights, assert_same, delta_of, flip, folder_of
@@ -77,6 +80,26 @@ def test_at_most_one_group_of_tensors_is_read_at_a_time(
     read(f"{stream}@12", tmp_path / "out")
     assert max(sizes) == 40 * 30 * 2
     assert len(sizes) == 5, "each tensor with bytes is made once"
+
+
+def test_any_range_of_bytes_can_be_read(stream: Path, versions: dict[int, Weights]) -> None:
+    reader = open_checkpoint(resolve_step(f"{stream}@12"))
+    [(file, size)] = reader.manifest.files.items()
+    everything = b"".join(bytes(value.reshape(-1).view(torch.uint8).tolist()) for value in versions[12].values())
+    assert len(everything) == size
+    for offset, nbytes in ((0, size), (1, size - 1), (7, 100), (2399, 70), (2450, 50), (size - 1, 1), (5, 0)):
+        assert read_bytes(reader.store, file, offset, nbytes) == everything[offset : offset + nbytes]
+    with pytest.raises(TruncatedError):
+        read_bytes(reader.store, file, size - 1, 2)
+
+
+def test_a_digest_does_not_depend_on_the_blocks_that_are_read(stream: Path, versions: dict[int, Weights]) -> None:
+    reader = open_checkpoint(resolve_step(f"{stream}@12"))
+    first = next(reader.checksums())
+    data = memoryview(read_bytes(reader.store, first.file, first.offset, first.nbytes))
+    digest = reader.algorithms[first.algorithm]
+    assert digest([data]) == digest([data[:800], data[800:802], data[802:]]) == first.value
+    assert digest([data[802:], data[:802]]) != first.value
 
 
 def test_versions_can_be_inspected_compared_and_measured(stream: Path, versions: dict[int, Weights]) -> None:
