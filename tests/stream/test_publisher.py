@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,29 @@ def test_a_commit_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pyte
     assert newest is not None
     assert (newest.version, newest.base, newest.changed) == (Version(1, 3), Version(1, 2), 1)
     assert is_equal(model, receive(str(tmp_path)))
+
+
+def test_a_further_name_that_another_tensor_has_is_refused(tmp_path: Path) -> None:
+    tied = torch.ones(3)
+    with pytest.raises(NameCollisionError, match="further name of a tensor is another tensor's"):
+        shardckpt.Publisher(tmp_path, key_map={"^h$": "x"}).publish(1, {"e": tied, "h": tied, "x": torch.zeros(3)})
+
+
+def test_what_a_stream_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"w: a stream has no complex128"):
+        shardckpt.Publisher(tmp_path).publish(1, {"w": torch.ones(2, dtype=torch.complex128)})
+    with pytest.raises(UsageError, match="`Anchors` needs"):
+        shardckpt.Anchors(max_bytes="1")  # type: ignore[arg-type]
+
+
+def test_a_publisher_of_a_folder_that_was_made_again_is_told(tmp_path: Path) -> None:
+    first = shardckpt.Publisher(tmp_path / "s")
+    first.publish(1, build()).result()
+    shutil.rmtree(tmp_path / "s")
+    with shardckpt.Publisher(tmp_path / "s") as second:
+        second.publish(1, build(1)).result()
+        with pytest.raises(PublisherReplacedError):
+            first.publish(2, build())
+        step(model := build(1))
+        second.publish(2, model)
+    assert is_equal(model, receive(str(tmp_path / "s")))

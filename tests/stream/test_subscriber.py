@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Shard
 
 import shardckpt
 from shardckpt.boxes import Box
@@ -23,6 +27,7 @@ from shardckpt.errors import (
 )
 from shardckpt.events import ReceiveEvent
 from shardckpt.stream.format.stream_records import Version
+from shardckpt.stream.receive import mirror as mirroring
 from shardckpt.stream.receive.subscriber import SubscriberState
 from shardckpt.stream.receive.targets import TensorChange
 from tests.kit.ranks.harness import outcomes, run
@@ -290,3 +295,166 @@ def test_the_newest_version_is_that_of_the_last_epoch(tmp_path: Path) -> None:
     into = build()
     assert shardckpt.Subscriber(tmp_path).stage().commit(into) == Version(2, 2)
     assert is_version(into, 2)
+
+
+def test_another_target_gets_all_weights(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2)
+    subscriber, first, second = shardckpt.Subscriber(tmp_path), build(), build()
+    subscriber.stage(1).commit(first)
+    subscriber.stage(2).commit(second)
+    assert is_version(second, 2)
+    engines = Engine(), Engine()
+    subscriber.stage(2).commit(engines[0])
+    subscriber.stage(2).commit(engines[1])
+    assert is_version(engines[1].tensors, 2)
+
+
+def test_an_engine_that_does_not_take_all_changes_is_poisoned(tmp_path: Path) -> None:
+    class Lazy:
+        def apply(self, changes: Iterable[TensorChange]) -> None:
+            self.changes = changes
+
+    publish(tmp_path, 1)
+    subscriber = shardckpt.Subscriber(tmp_path)
+    with pytest.raises(PoisonedError, match="must take all changes"):
+        subscriber.stage().commit(Lazy())
+    assert subscriber.label == "poisoned:1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda into: into.update(b=torch.zeros(5, dtype=torch.bfloat16, device="meta")), "b: it has no memory"),
+        (lambda into: into.update(b=torch.zeros(1, dtype=torch.bfloat16).expand(5)), "b: it has no memory of its own"),
+        (lambda into: into.update(b=into["a"].view(-1)[:5]), "b: it shares memory with a"),
+        (lambda into: into.update(b=torch.zeros(5, dtype=torch.int8)), "b: dtype int8 would round"),
+    ],
+    ids=["meta", "expanded", "shared", "integers"],
+)
+def test_memory_that_cannot_be_written_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    into = build()
+    change(into)
+    with pytest.raises(MismatchError, match=message):
+        shardckpt.Subscriber(tmp_path).stage().commit(into)
+
+
+def test_an_interrupt_after_the_vote_leaves_the_version_and_drops_the_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path, 1, 2, 3)
+    subscriber, into = shardckpt.Subscriber(tmp_path), build()
+    subscriber.stage(1).commit(into)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    staged = subscriber.stage(2)
+    monkeypatch.setattr(mirroring, "apply_change", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        staged.commit(into)
+    monkeypatch.undo()
+    assert (subscriber.state, subscriber.label, is_version(into, 2)) == (SubscriberState.READY, "2", True)
+    subscriber.stage().commit(into)
+    assert is_version(into, 3)
+
+
+def test_damaged_memory_after_a_failed_half_is_replaced(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2, 3)
+    subscriber, engine = shardckpt.Subscriber(tmp_path), Engine()
+    subscriber.stage(1).commit(engine)
+    assert subscriber._mirror is not None
+    subscriber._mirror._buffer[0] ^= 1
+    engine.fails = True
+    with pytest.raises(PoisonedError):
+        subscriber.stage(2).commit(engine)
+    engine.fails = False
+    with pytest.raises(ChecksumError):
+        subscriber.stage()
+    subscriber.stage().commit(engine)
+    assert is_version(engine.tensors, 3)
+
+
+def test_a_closed_or_forked_subscriber_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    subscriber = shardckpt.Subscriber(tmp_path)
+    staged = subscriber.stage()
+    subscriber._process += 1
+    with pytest.raises(UsageError, match="another process"):
+        staged.commit(build())
+    subscriber._process -= 1
+    subscriber.close()
+    with pytest.raises(UsageError, match="this subscriber is closed"):
+        subscriber.stage()
+
+
+def test_a_mirror_that_nobody_closes_is_released(tmp_path: Path) -> None:
+    publish(tmp_path / "s", 1)
+    shardckpt.Subscriber(tmp_path / "s", mirror=tmp_path / "m").stage().commit(build())
+    gc.collect()
+    shardckpt.Subscriber(tmp_path / "s", mirror=tmp_path / "m").stage()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4)])
+def test_an_empty_tensor_is_received(shape: tuple[int, ...], tmp_path: Path) -> None:
+    weights = {"a": torch.ones(3), "empty": torch.ones(shape)}
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(1, weights)
+        publisher.publish(2, weights)
+    into = {"a": torch.zeros(3), "empty": torch.zeros(shape)}
+    shardckpt.Subscriber(tmp_path).stage().commit(into)
+    assert torch.equal(into["a"], weights["a"])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.complex64, torch.bool], ids=str
+)
+def test_changes_of_any_dtype_are_written(dtype: torch.dtype, tmp_path: Path) -> None:
+    width = dtype.itemsize
+    weights = {"a": torch.zeros(4000 * width, dtype=torch.uint8).view(dtype)}
+    into = {"a": torch.zeros(4000 * width, dtype=torch.uint8).view(dtype)}
+    subscriber = shardckpt.Subscriber(tmp_path)
+    with shardckpt.Publisher(tmp_path) as publisher:
+        for version in (1, 2):
+            publisher.publish(version, weights).result()
+            subscriber.stage().commit(into)
+            weights["a"].view(torch.uint8)[7 * width] = 1
+        publisher.publish(3, weights).result()
+        subscriber.stage().commit(into)
+    assert torch.equal(into["a"].view(torch.uint8), weights["a"].view(torch.uint8))
+
+
+def test_a_column_of_a_tensor_that_changes_entirely_is_received(tmp_path: Path) -> None:
+    weights = {"a": torch.zeros(8, 3)}
+    worker: dict[str, torch.Tensor] = {"a": torch.zeros(8, 1, dtype=torch.bfloat16)}
+
+    class Columns:
+        def apply(self, changes: Iterable[TensorChange]) -> None:
+            for change in changes:
+                worker["a"].copy_(change.values.view(change.box.size))
+
+    subscriber = shardckpt.Subscriber(tmp_path, layout=lambda _, shape: Box((0, 1), (8, 1)))
+    engine = Columns()
+    with shardckpt.Publisher(tmp_path) as publisher:
+        for version in (1, 2):
+            weights["a"] += torch.arange(24).view(8, 3) + version
+            publisher.publish(version, weights).result()
+            subscriber.stage().commit(engine)
+    assert torch.equal(worker["a"], weights["a"][:, 1:2].bfloat16())
+
+
+def follow_uneven_shards(rank: int, world: int, url: str) -> None:
+    """One row on two ranks: the second rank has nothing of it."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = nn.Module()
+    model.w = nn.Parameter(distribute_tensor(torch.zeros(1, 4), mesh, [Shard(0)]))
+    model.v = nn.Parameter(distribute_tensor(torch.zeros(3, 4), mesh, [Shard(0)]))
+    shardckpt.Subscriber(url, layout=model).stage().commit(model)
+    assert torch.equal(model.w.full_tensor(), torch.ones(1, 4))
+    assert torch.equal(model.v.full_tensor(), torch.ones(3, 4))
+
+
+def test_a_worker_may_hold_nothing_of_a_tensor(tmp_path: Path) -> None:
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": torch.ones(1, 4), "v": torch.ones(3, 4)})
+    run(2, follow_uneven_shards, str(tmp_path))

@@ -11,11 +11,19 @@ import pytest
 import torch
 
 import shardckpt
+from shardckpt.encodings.typed_json import dump
 from shardckpt.errors import CheckpointError, UsageError
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 from shardckpt.stream.retention import prune_stream as pruning
-from shardckpt.stream.retention.leases import LEASES, ReaderLease, list_live_leases
+from shardckpt.stream.retention.leases import (
+    LEASES,
+    REMOVALS,
+    ReaderLease,
+    Removal,
+    list_doomed,
+    list_live_leases,
+)
 from shardckpt.stream.retention.prune_stream import prune_stream
 
 
@@ -151,3 +159,13 @@ def test_a_lease_that_is_renewed_during_the_listing_is_found(tmp_path: Path, mon
 
     monkeypatch.setattr(folder, "find", renew_first)
     assert [each.needs for each in list_live_leases(folder, time.time())] == [(Version(1, 2),)]
+
+
+def test_a_removal_that_was_killed_is_forgotten_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, version = StreamFolder(str(tmp_path)), Version(1, 1)
+    with folder.store.create(f"{REMOVALS}/{'a' * 32}.json") as writer:
+        writer.write(dump(Removal((version,), time.time())))
+    assert list_doomed(folder) == {version}
+    later = time.time() + 3700
+    monkeypatch.setattr(pruning.time, "time", lambda: later)
+    assert list_doomed(folder) == set()
