@@ -27,6 +27,7 @@ ShardckptError
 ├── StateMismatchError (RuntimeError)         a state does not fit the model
 │   └── MismatchError (UsageError)            a checkpoint does not fit the state to load
 ├── PoisonedError (RuntimeError)              weights were changed in part          exit code 3
+├── ServerError (RuntimeError)                a server that loads weights did not      exit code 3
 ├── ResumeDivergence (RuntimeError)           the resumed run is not the saved one
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
     ├── MissingFileError (FileNotFoundError)  a requested file does not exist
@@ -65,6 +66,7 @@ __all__ = [
     "PublisherReplacedError",
     "RankError",
     "ResumeDivergence",
+    "ServerError",
     "ShardckptError",
     "SourceNotFoundError",
     "StateDictError",
@@ -318,6 +320,12 @@ class PublisherReplacedError(UsageError):
 
 class PoisonedError(ShardckptError, RuntimeError):
     """A version was applied in part, so the weights are of no version: only a full version replaces them."""
+
+    exit_code = 3
+
+
+class ServerError(ShardckptError, RuntimeError):
+    """A server that loads weights refused a call, or did not answer in time."""
 
     exit_code = 3
 

@@ -40,6 +40,7 @@ EXIT_CODES = {
     errors.StorageError: 3,
     errors.RankError: 3,
     errors.PoisonedError: 3,
+    errors.ServerError: 3,
     errors.StateMismatchError: 1,
     errors.ResumeDivergence: 1,
 }

@@ -1,4 +1,4 @@
-"""Checkpoints for `transformers.Trainer`: a callback that saves steps and resumes from them."""
+"""Callbacks for `transformers.Trainer`: one saves steps and resumes from them, another publishes weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ require_packages(
     "shardckpt.integrations.transformers", "torch", "transformers", "accelerate", install="'shardckpt[transformers]'"
 )
 
+from shardckpt.integrations.transformers.publish_callback import PublishCallback
 from shardckpt.integrations.transformers.trainer_callback import ShardckptCallback
 
-__all__ = ["ShardckptCallback"]
+__all__ = ["PublishCallback", "ShardckptCallback"]
