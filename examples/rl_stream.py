@@ -73,7 +73,7 @@ def run_rank(rank: int, folder: Path, name: str, config: LlamaConfig, reached: E
     with shardckpt.Publisher(folder / "stream", anchors=shardckpt.Anchors(max_chain=8, max_bytes=8)) as publisher:
         if restored is not None:
             version = publisher.resume(model)
-            tell(f"trainer: restored step {restored}, whose weights are version {version}", rank)
+            report(f"trainer: restored step {restored}, whose weights are version {version}", rank)
         for step in range((restored or 0) + 1, STEPS + 1):
             train_step(model, optim, step)
             publisher.publish(step, model)
@@ -83,7 +83,7 @@ def run_rank(rank: int, folder: Path, name: str, config: LlamaConfig, reached: E
                 reached.set()
                 time.sleep(60)
                 raise SystemExit("this rank was not killed")
-    tell(f"trainer: published version {STEPS}", rank)
+    report(f"trainer: published version {STEPS}", rank)
     dist.destroy_process_group()
 
 
@@ -110,9 +110,9 @@ def serve(folder: Path, config: LlamaConfig, last: int, is_restarted: bool) -> N
         staged.commit(model)  # all of the version, or an error and the old one
         count += 1
         if is_restarted:
-            tell(f"server: joins at version {staged.version}, and applies it at once")
+            report(f"server: joins at version {staged.version}, and applies it at once")
     text = generate(model)
-    tell(f"server: version {subscriber.label} after {'1 update' if count == 1 else f'{count} updates'}: {text}")
+    report(f"server: version {subscriber.label} after {'1 update' if count == 1 else f'{count} updates'}: {text}")
     (folder / "text").write_text(text)
     if not is_restarted:
         time.sleep(60)
@@ -203,7 +203,7 @@ def join(processes: list[BaseProcess]) -> None:
             raise SystemExit(f"a process failed with exit code {process.exitcode}")
 
 
-def tell(text: str, rank: int = 0) -> None:
+def report(text: str, rank: int = 0) -> None:
     """Print on rank 0."""
     if rank == 0:
         print(text, flush=True)

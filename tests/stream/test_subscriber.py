@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,14 @@ def test_a_version_that_is_not_published_is_waited_for(tmp_path: Path) -> None:
     publish(tmp_path, 1)
     with pytest.raises(SourceNotFoundError, match="version 2 is not published here"):
         shardckpt.Subscriber(tmp_path).stage(2, timeout_s=0.2)
+
+
+def test_a_receiver_may_start_before_the_publisher(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        staged = pool.submit(shardckpt.Subscriber(tmp_path).stage, 2, timeout_s=30.0)
+        time.sleep(0.1)
+        publish(tmp_path, 1, 2)
+        assert staged.result().version == (1, 2)
 
 
 @pytest.mark.parametrize("arguments", [{"target": "1"}, {"target": -1}, {"timeout_s": -1}, {"timeout_s": float("inf")}])
@@ -458,3 +468,35 @@ def test_a_worker_may_hold_nothing_of_a_tensor(tmp_path: Path) -> None:
     with shardckpt.Publisher(tmp_path) as publisher:
         publisher.publish(1, {"w": torch.ones(1, 4), "v": torch.ones(3, 4)})
     run(2, follow_uneven_shards, str(tmp_path))
+
+
+def test_full_tensors_are_those_of_the_new_version_and_may_be_written_to(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2, 3)
+    subscriber, into = shardckpt.Subscriber(tmp_path), build()
+    subscriber.stage(1).commit(into)
+    for number, is_changed in ((1, False), (3, True)):
+        staged = subscriber.stage(number)
+        assert is_version(dict(staged.iter_tensors()), number)
+        assert is_version(into, 1), "the server serves the old version"
+        changed = dict(staged.iter_tensors(changed_only=True))
+        assert sorted(changed) == (["a", "b"] if is_changed else [])
+        for _, tensor in staged.iter_tensors():
+            tensor.fill_(7)  # some engines convert in place
+        staged.commit(into)
+        assert is_version(into, number)
+    assert sorted(dict(shardckpt.Subscriber(tmp_path).stage().iter_tensors(changed_only=True))) == ["a", "b", "c"]
+
+
+def test_full_tensors_are_refused_for_parts_and_after_the_commit(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    rows = shardckpt.Subscriber(
+        tmp_path, layout=lambda _, shape: Box((0,) * len(shape), (2, *shape[1:]) if shape else ())
+    )
+    with pytest.raises(UsageError, match=r"^a: a worker with parts of tensors has no full ones"):
+        rows.stage().iter_tensors()
+    subscriber = shardckpt.Subscriber(tmp_path)
+    staged = subscriber.stage()
+    tensors = staged.iter_tensors()
+    staged.commit(build())
+    with pytest.raises(UsageError, match="committed, aborted or replaced"):
+        next(tensors)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from shardckpt.boxes import Box, Shape, full_box
+from shardckpt.boxes import full_box
 from shardckpt.checkpoint.save.planner import capture_error
 from shardckpt.encodings.typed_json import decode, encode
 from shardckpt.errors import (
@@ -35,17 +34,14 @@ from shardckpt.stream.format.codec import apply_change
 from shardckpt.stream.format.held_boxes import place_boxes
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
+from shardckpt.stream.receive.layouts import Layout, list_boxes, read_layout
 from shardckpt.stream.receive.mirror import Mirror
 from shardckpt.stream.receive.staged_weights import StagedWeights, stage_version, view_as_tensor
 from shardckpt.stream.receive.targets import TensorChange, TensorTarget, WeightTarget, as_target, get_target_key
-from shardckpt.stream.receive.version_chooser import VersionChooser, check_target
+from shardckpt.stream.receive.version_chooser import VersionChooser, check_target, wait_for_stream
 from shardckpt.stream.receive.worker_parts import build_digest_error, count_once, find_wrong_digests
 
 __all__ = ["Staged", "Subscriber", "SubscriberState"]
-
-Layout: TypeAlias = "nn.Module | Callable[[str, Shape], Box | Sequence[Box] | None] | None"
-
-_POLL_S = 0.05
 
 
 _ROUND = 0.25  # of the group's timeout: how long rank 0 waits for a version before the workers ask again
@@ -206,7 +202,7 @@ class Subscriber:
 
         def describe_worker() -> bytes:
             check_target(target, timeout_s)
-            mirror = self._open_mirror(ranks)
+            mirror = self._open_mirror(ranks, timeout_s)
             known = self._is_counted is not None
             boxes = [] if known else [[each.name, each.box.offset, each.box.size] for each in mirror.boxes]
             return pack_message([target, self._applied, mirror.version, boxes])
@@ -237,32 +233,18 @@ class Subscriber:
             self._is_counted = counted
         return decode(_Target, chosen, where="rank 0's answer")
 
-    def _open_mirror(self, ranks: LinkedGroup) -> Mirror:
+    def _open_mirror(self, ranks: LinkedGroup, timeout_s: float) -> Mirror:
         if self._mirror is None:
-            record = self._folder.require_record()
+            record, layout = wait_for_stream(self._folder, timeout_s), read_layout(self._layout)
             boxes = place_boxes(
                 (name, tuple(tensor.shape), tensor.dtype, box)
                 for name, tensor in record.tensors.items()
-                for box in self._list_boxes(name, tuple(tensor.shape))
+                for box in list_boxes(layout, name, tuple(tensor.shape))
             )
             root = self._mirror_root
             folder = None if root is None else os.path.join(root, f"worker-{ranks.rank:05d}-of-{ranks.size:05d}")
             self._mirror = Mirror(boxes, record.id, folder)
         return self._mirror
-
-    def _list_boxes(self, name: str, shape: Shape) -> Sequence[Box]:
-        """Return this worker's boxes of a tensor. Raises UsageError."""
-        if self._layout is None:
-            return [full_box(shape)]
-        if isinstance(self._layout, nn.Module):
-            known = TensorTarget(self._layout).list_boxes()
-            self._layout = lambda each, _: known.get(each)
-        given = self._layout(name, shape)
-        boxes = [] if given is None else [given] if isinstance(given, Box) else list(given)
-        for box in boxes:
-            if not (isinstance(box, Box) and len(box.offset) == len(shape) and box.within(shape)):
-                raise UsageError("`layout` must return boxes in the tensor", where=name, found=box, expected=shape)
-        return [box for box in boxes if box.volume or not shape]
 
     def _receive(self, ranks: LinkedGroup, chosen: _Target, recorder: Recorder) -> StagedWeights:
         """Read and verify what leads to a version. Collective."""
@@ -440,10 +422,36 @@ class Staged:
 
     def apply_to(self, target: WeightTarget, *, replaces_all: bool) -> None:
         """Let a target write the changes; all weights if it has another version, or none."""
-        self._is_read = self.is_held
         target.apply(self.iter_weights() if replaces_all else self.iter_changes())
-        if not self._is_read:
+        if not (self._is_read or self.is_held):
             raise UsageError("`apply` must take all changes before it returns", found=type(target).__name__)
+
+    def iter_tensors(self, *, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and full tensors, each a copy of its own, for an engine that takes such pairs.
+
+        Args:
+            changed_only: Whether to skip tensors without changes. An engine that converts what it loads needs all.
+
+        Raises:
+            UsageError: The worker holds parts of tensors, or the version is no longer staged.
+        """
+        mirror = self._subscriber._mirror
+        assert mirror is not None, "it is open"
+        part = next((box.name for box in mirror.boxes if box.box != full_box(box.shape)), None)
+        if part is not None:
+            fix = "Use iter_weights, or a Subscriber without `layout`."
+            raise UsageError("a worker with parts of tensors has no full ones", where=part, fix=fix)
+        names = {box.name for box in (self.weights.changes if changed_only and not self.is_full else mirror.boxes)}
+        return self._copy_tensors(names)
+
+    def _copy_tensors(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for each in self.iter_weights():
+            if self._subscriber._staged is not self:  # by then the mirror has the changes, or later ones
+                raise UsageError(
+                    "this version was committed, aborted or replaced by a later one", found=str(self.version)
+                )
+            if each.name in names:
+                yield each.name, each.values.view(each.shape).clone()
 
     def commit(self, into: Any) -> Version:
         """Apply the version on all workers, or on none. Collective.

@@ -97,7 +97,7 @@ class TensorTarget:
 
     @property
     def key(self) -> tuple[tuple[str, int], ...]:
-        """What tells these tensors from others: where they are."""
+        """Where these tensors are, which differs from any others'."""
         return tuple((name, shard.tensor.data_ptr()) for name, array in self._arrays.items() for shard in array.shards)
 
     def apply(self, changes: Iterable[TensorChange]) -> None:
@@ -132,7 +132,7 @@ def _write(tensor: torch.Tensor, change: TensorChange) -> None:
 
 
 def get_target_key(target: WeightTarget) -> object:
-    """Return what tells a target from others: its memory, or the engine's object."""
+    """Return a key of a target: its memory, or the engine's object."""
     if isinstance(target, TensorTarget):
         return target.key
     try:

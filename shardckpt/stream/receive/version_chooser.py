@@ -10,10 +10,10 @@ from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError,
 from shardckpt.events.warn_user import warn_user
 from shardckpt.stream.format.chain import Chain, plan_chain
 from shardckpt.stream.format.stream_folder import StreamFolder
-from shardckpt.stream.format.stream_records import Version, VersionCommit
+from shardckpt.stream.format.stream_records import StreamRecord, Version, VersionCommit
 from shardckpt.stream.retention.leases import ReaderLease, list_doomed
 
-__all__ = ["VersionChooser", "check_target", "find_chain"]
+__all__ = ["VersionChooser", "check_target", "find_chain", "wait_for_stream"]
 
 _POLL_S = 0.05
 _LEASE_S = 3600.0
@@ -90,6 +90,22 @@ class VersionChooser:
         if lease is not None:
             with suppress(StorageError):  # it expires
                 lease.release()
+
+
+def wait_for_stream(folder: StreamFolder, timeout_s: float) -> StreamRecord:
+    """Return what a stream holds, once a publisher creates it.
+
+    Raises:
+        SourceNotFoundError: It is not created within the limit.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return folder.require_record()
+        except SourceNotFoundError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_POLL_S)
 
 
 def find_chain(folder: StreamFolder, commit: VersionCommit, held: Version | None, doomed: Collection[Version]) -> Chain:
