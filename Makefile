@@ -34,9 +34,10 @@ test-all: $(STAMP)
 test-gpu:
 	PYTHON="$(PYTHON)" sh tests/gpu/run.sh
 
-# vLLM on a CPU follows a stream. Its environment takes 3.5 GB, needs Python 3.11 or later, and has no server for stores.
+# vLLM on a CPU follows a stream, and TRL and verl publish to one. The environment takes 4 GB, needs Python 3.11 or later,
+# and has no server for stores. verl's wheel has a package `tests`, which would hide ours.
 test-stream: $(STREAM_STAMP)
-	$(STREAM_VENV)/bin/python -m pytest --noconftest $(PYTEST_ARGS) tests/integrations/test_vllm.py
+	$(STREAM_VENV)/bin/python -m pytest --noconftest $(PYTEST_ARGS) $(addprefix tests/integrations/test_,vllm.py trl.py verl.py)
 
 # mkdocs counts the warnings that it prints: with --quiet, --strict lets all pass.
 check: $(STAMP)
@@ -74,4 +75,5 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 $(STREAM_STAMP): pyproject.toml $(STREAM_PINS)
 	$(PYTHON) -m venv $(STREAM_VENV)
 	$(STREAM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(STREAM_PINS) --editable .
+	rm -rf $(STREAM_VENV)/lib/python*/site-packages/tests
 	touch $(STREAM_STAMP)
