@@ -60,6 +60,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is
         self._subscriber = Subscriber(self._publisher.url, mirror=mirror)
         self._timeout_s = timeout_s
         self._rank, self._next = 0, 0  # of this update
+        self._rollout = _Rollout()
         self._unfinished: Staged | None = None  # what a rollout has begun to load
 
     def prepare(self) -> dict[str, Any]:
@@ -139,17 +140,18 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is
     def _finish(self, staged: Staged, *, is_loaded: bool) -> None:
         """Let all workers count the version as loaded, or none."""
         if staged is self._unfinished:
-            self._unfinished = None
-            staged.commit(_Loaded(is_loaded))
+            self._unfinished, self._rollout.is_loaded = None, is_loaded
+            staged.commit(self._rollout)
 
 
-class _Loaded:
+class _Rollout:
     """Target of `Staged.commit`: the rollout has taken the tensors before, or failed."""
 
-    def __init__(self, is_loaded: bool) -> None:
-        self._is_loaded = is_loaded
+    is_loaded = False
 
-    def apply(self, _changes: Iterable[TensorChange]) -> None:
+    def apply(self, changes: Iterable[TensorChange]) -> None:
         """Raise if the rollout has failed."""
-        if not self._is_loaded:
+        if not self.is_loaded:
             raise UsageError("the rollout did not take all tensors")
+        for _ in changes:  # it has them
+            pass
