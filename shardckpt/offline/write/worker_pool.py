@@ -122,8 +122,9 @@ class WorkerPool:
         chained: Future[_T] | None = None
         for task in tasks:
             if task.is_trivial:
-                pending.append(Future())
-                pending[-1].set_result(task.run())
+                done: Future[_T] = Future()
+                done.set_result(task.run())  # a signal may end it: nobody would end a future that is pending by then
+                pending.append(done)
             elif task.is_chained and chained is not None:
                 pending.append(self._pool.submit(_run_after, chained, task.run))
             else:

@@ -138,6 +138,19 @@ def test_a_trivial_task_of_several_files_runs_in_the_thread_that_takes_its_resul
         assert [ident == threading.get_ident() for ident in done] == [True, False] * 3
 
 
+@pytest.mark.timeout(20)
+def test_a_signal_in_a_trivial_task_ends_the_block_at_once() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with (
+        closing(WorkerPool(2, 2)) as pool,
+        pytest.raises(KeyboardInterrupt),
+        pool.run([PoolTask(interrupt, is_trivial=True)], 1) as results,
+    ):
+        next(results)
+
+
 def test_chained_tasks_run_one_after_the_other_among_others(pool: WorkerPool) -> None:
     order: list[int] = []
 
