@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardckpt
-from shardckpt.errors import NameCollisionError
+from shardckpt.errors import NameCollisionError, PrecisionError
 from shardckpt.stream.publish.full_tensors import FullTensorPublisher
 from tests.kit.ranks.harness import run
 
@@ -100,3 +100,8 @@ def test_other_ranks_gather_alone_and_wait_for_nothing_if_the_first_one_fails(tm
     assert run(2, publish_on_the_first_rank, tmp_path) == [2, 2]
     found = receive(tmp_path)
     assert (found["x"].tolist(), found["y"].tolist()) == ([2, 2], [2.5, 2.5])
+
+
+def test_a_number_that_is_too_large_for_the_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionError, match="a: a number is too large for float16"):
+        make(tmp_path, "float16").publish(build(1e6).items())

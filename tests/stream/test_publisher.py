@@ -14,6 +14,7 @@ import shardckpt
 from shardckpt.errors import (
     MismatchError,
     NameCollisionError,
+    PrecisionError,
     PublisherReplacedError,
     StorageError,
     UnsupportedError,
@@ -313,3 +314,13 @@ def test_a_publisher_of_a_folder_that_was_made_again_is_told(tmp_path: Path) -> 
         step(model := build(1))
         second.publish(2, model)
     assert is_equal(model, receive(str(tmp_path / "s")))
+
+
+def test_a_number_that_is_too_large_for_the_dtype_is_refused(tmp_path: Path) -> None:
+    weights = {"w": torch.tensor([1.0, float("inf"), 60000.0])}
+    publisher = shardckpt.Publisher(tmp_path, dtype="float16")
+    publisher.publish(1, weights).result()
+    weights["w"][0] = 1e6
+    with pytest.raises(PrecisionError, match=r"w: a number is too large for float16"):
+        publisher.publish(2, weights).result()
+    assert receive(str(tmp_path))["w"].tolist() == [1.0, float("inf"), 60000.0]

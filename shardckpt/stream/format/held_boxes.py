@@ -10,14 +10,15 @@ import numpy as np
 from shardckpt.boxes import Box, Shape, intersect
 from shardckpt.dtypes import nbytes
 from shardckpt.storage.store import Store
-from shardckpt.stream.format.codec import BoxChange, decode_change, map_change
+from shardckpt.stream.format.codec import BoxChange, decode_change, map_change, shift_positions
 from shardckpt.stream.format.delta_file import LocatedChange, read_changes
+from shardckpt.stream.format.digest import Digest, digest_box, digest_changes
 from shardckpt.stream.format.stream_records import StreamTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["HeldBox", "PartChange", "collect_changes", "place_boxes"]
+__all__ = ["HeldBox", "PartChange", "collect_changes", "digest_change", "place_boxes"]
 
 _ALIGNMENT = 64
 
@@ -56,6 +57,15 @@ def place_boxes(boxes: Iterable[tuple[str, Shape, str, Box]]) -> tuple[HeldBox, 
         placed.append(HeldBox(name, shape, dtype, box, at))
         at += -(-placed[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(placed)
+
+
+def digest_change(held: HeldBox, change: BoxChange, old: NDArray[Any]) -> Digest:
+    """Return what a change of a held box adds to its tensor's digest."""
+    if change.positions is None:
+        return digest_box(change.values, held.shape, held.box) - digest_box(old, held.shape, held.box)
+    before = old[change.positions]
+    positions = shift_positions(change, held.shape, held.box)
+    return digest_changes(held.shape, old.itemsize, positions, before, before ^ change.values)
 
 
 def collect_changes(

@@ -14,6 +14,7 @@ from shardckpt.storage.resolve_url import as_url, fix_folder
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.publish.ledger import Anchors
 from shardckpt.stream.publish.publisher import Publisher
+from shardckpt.stream.publish.snapshot import require_range
 
 __all__ = ["FullTensorPublisher"]
 
@@ -38,7 +39,7 @@ class FullTensorPublisher:
 
     def find_newest(self) -> int | None:
         """Return the number of the newest version; None without one."""
-        newest = next(StreamFolder(self.url).iter_commits(), None)
+        newest = StreamFolder(self.url).find_number(None)
         return None if newest is None else newest.version.number
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> int:
@@ -86,6 +87,7 @@ class FullTensorPublisher:
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if self._dtype is not None and tensor.dtype in _CAST else tensor.dtype
+        require_range(name, tensor, dtype)
         copy = self._copies.get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, dtype):
             copy = self._copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")

@@ -103,7 +103,8 @@ class Publisher:
             model: Module, or a dict of tensors by name, whose DTensors are shards.
 
         Returns:
-            A handle; `result()` waits until the version is published, and raises why not.
+            A handle; `result()` waits until the version is published, and raises why not: a PrecisionError names a
+            tensor with a number that float16 does not have.
 
         Raises:
             MismatchError: Names, dtypes or shapes differ from those in the stream.

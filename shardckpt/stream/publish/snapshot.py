@@ -4,46 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from shardckpt.boxes import Box, Shape, contiguous_blocks
-from shardckpt.dtypes import nbytes
-from shardckpt.errors import NoMemoryError
+from shardckpt.boxes import contiguous_blocks
+from shardckpt.errors import NoMemoryError, PrecisionError
 from shardckpt.native.payload import PayloadChunk
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.thread_pool import ThreadPool
-from shardckpt.stream.format.codec import BoxChange, encode_change, find_changes, shift_positions
+from shardckpt.stream.format.codec import encode_change, find_changes
 from shardckpt.stream.format.delta_file import EncodedChange
-from shardckpt.stream.format.digest import ZERO, Digest, digest_box, digest_changes
+from shardckpt.stream.format.digest import ZERO, Digest, digest_box
+from shardckpt.stream.format.held_boxes import HeldBox, digest_change, place_boxes
 from shardckpt.stream.format.stream_records import StreamTensor
 from shardckpt.torchrun import has_second_core
 
-__all__ = ["FoundChanges", "Snapshot", "WireBox", "WirePlan", "plan_wire"]
+__all__ = ["FoundChanges", "Snapshot", "WirePlan", "plan_wire", "require_range"]
 
 _T = TypeVar("_T")
 
-_ALIGNMENT = 64
 _MIN_SHARED = 4  # boxes
 _MAX_ELEMENTS = 1 << 22  # in a change: a receiver that needs a part of it reads all of it
-
-
-class WireBox(NamedTuple):
-    """A box that this rank publishes."""
-
-    name: str  # in the stream
-    shape: Shape
-    dtype: str  # in the stream
-    box: Box
-    start: int  # first byte in the buffer
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the buffer."""
-        return nbytes(self.dtype, self.box.volume)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +33,7 @@ class WirePlan:
     """The boxes that this rank publishes, with the chunks of its state that they come from."""
 
     chunks: tuple[PayloadChunk, ...]
-    boxes: tuple[WireBox, ...]
+    boxes: tuple[HeldBox, ...]
     nbytes: int
 
 
@@ -68,15 +50,10 @@ def plan_wire(
     chunks: Iterable[PayloadChunk], names: Mapping[Any, str], tensors: Mapping[str, StreamTensor]
 ) -> WirePlan:
     """Place a rank's chunks in a buffer, large ones in several boxes."""
-    boxes, split, at = [], [], 0
-    for chunk in chunks:
-        name = names[chunk.path]
-        for box in contiguous_blocks(chunk.box, _MAX_ELEMENTS):
-            placed = WireBox(name, chunk.shape, tensors[name].dtype, box, at)
-            split.append(chunk._replace(box=box))
-            boxes.append(placed)
-            at += -(-placed.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return WirePlan(tuple(split), tuple(boxes), at)
+    split = tuple(chunk._replace(box=box) for chunk in chunks for box in contiguous_blocks(chunk.box, _MAX_ELEMENTS))
+    named = ((names[each.path], each) for each in split)
+    boxes = place_boxes((name, each.shape, tensors[name].dtype, each.box) for name, each in named)
+    return WirePlan(split, boxes, boxes[-1].start + boxes[-1].nbytes if boxes else 0)
 
 
 class Snapshot:
@@ -92,6 +69,7 @@ class Snapshot:
         devices = set()
         with torch.no_grad():
             for box, view in zip(self.plan.boxes, views, strict=True):
+                require_range(box.name, view, getattr(torch, box.dtype))
                 _view(self._candidate, box).copy_(view, non_blocking=True)
                 devices.add(view.device)
         for device in devices:
@@ -105,7 +83,8 @@ class Snapshot:
     def digest_all(self) -> dict[str, Digest]:
         """Return this rank's part of the candidate's digests, by tensor."""
         digests: dict[str, Digest] = {}
-        parts = _map_boxes(lambda box: digest_box(_bits(self._candidate, box), box.shape, box.box), self.plan.boxes)
+        bits = self._candidate.numpy()
+        parts = _map_boxes(lambda box: digest_box(box.view(bits), box.shape, box.box), self.plan.boxes)
         for box, part in zip(self.plan.boxes, parts, strict=True):
             digests[box.name] = digests.get(box.name, ZERO) + part
         return digests
@@ -124,13 +103,13 @@ class Snapshot:
             changed += count
         return FoundChanges(tuple(encoded), digests, changed)
 
-    def _compare(self, box: WireBox) -> tuple[bytes, Digest, int] | None:
+    def _compare(self, box: HeldBox) -> tuple[bytes, Digest, int] | None:
         """Return a box's encoded change, what it adds to the digest, and its number of elements; None if equal."""
-        old, new = _bits(self._published, box), _bits(self._candidate, box)
+        old, new = box.view(self._published.numpy()), box.view(self._candidate.numpy())
         change = find_changes(old, new)
         if not len(change.values):
             return None
-        return encode_change(change), _digest_change(box, change, old, new), len(change.values)
+        return encode_change(change), digest_change(box, change, old), len(change.values)
 
     def candidate_arrays(self) -> dict[str, TensorShards]:
         """Return the candidate as a state of `save`: this rank's shards by name."""
@@ -151,19 +130,22 @@ class Snapshot:
         }
 
 
-def _digest_change(box: WireBox, change: BoxChange, old: NDArray[Any], new: NDArray[Any]) -> Digest:
-    if change.positions is None:
-        return digest_box(new, box.shape, box.box) - digest_box(old, box.shape, box.box)
-    positions, before = shift_positions(change, box.shape, box.box), old[change.positions]
-    return digest_changes(box.shape, old.itemsize, positions, before, before ^ change.values)
-
-
-def _map_boxes(work: Callable[[WireBox], _T], boxes: Sequence[WireBox]) -> list[_T]:
+def _map_boxes(work: Callable[[HeldBox], _T], boxes: Sequence[HeldBox]) -> list[_T]:
     """Return the results for boxes, in order; a second core takes a part of them."""
     if len(boxes) < _MIN_SHARED or not has_second_core():
         return [work(box) for box in boxes]
     with ThreadPool(2, thread_name_prefix="shardckpt-compare") as pool:
         return list(pool.map(work, boxes))
+
+
+def require_range(name: str, view: torch.Tensor, dtype: torch.dtype) -> None:
+    """Refuse numbers that a cast to float16 makes infinite. Raises PrecisionError."""
+    if dtype != torch.float16 or view.dtype == dtype:  # the other dtypes have the largest number of float32
+        return
+    if bool((view.to(dtype).isinf() & ~view.isinf()).any()):
+        raise PrecisionError(
+            "a number is too large for float16", where=name, fix="Publish with dtype='bfloat16', or dtype=None."
+        )
 
 
 def _allocate(size: int) -> torch.Tensor:
@@ -173,10 +155,5 @@ def _allocate(size: int) -> torch.Tensor:
         raise NoMemoryError.from_array("the stream's snapshot", size, "uint8", (size,), "Use more ranks.") from error
 
 
-def _view(buffer: torch.Tensor, box: WireBox) -> torch.Tensor:
+def _view(buffer: torch.Tensor, box: HeldBox) -> torch.Tensor:
     return buffer[box.start : box.start + box.nbytes].view(getattr(torch, box.dtype)).view(box.box.size)
-
-
-def _bits(buffer: torch.Tensor, box: WireBox) -> NDArray[Any]:
-    width = box.nbytes // box.box.volume if box.box.volume else 1
-    return buffer[box.start : box.start + box.nbytes].numpy().view(np.dtype(f"u{width}"))

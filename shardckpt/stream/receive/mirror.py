@@ -19,23 +19,14 @@ from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import CheckpointError, NoMemoryError, UsageError
 from shardckpt.native.records import FileName
 from shardckpt.storage.store import convert_os_errors
-from shardckpt.stream.format.codec import BoxChange, apply_change, shift_positions
-from shardckpt.stream.format.digest import ZERO, Digest, digest_box, digest_changes
+from shardckpt.stream.format.codec import BoxChange, apply_change
+from shardckpt.stream.format.digest import ZERO, Digest, digest_box
 from shardckpt.stream.format.held_boxes import HeldBox
 from shardckpt.stream.format.stream_records import Hex32, Version
 
-__all__ = ["Mirror", "digest_change"]
+__all__ = ["Mirror"]
 
 _HELD, _LOCK = "HELD.json", "LOCK"
-
-
-def digest_change(held: HeldBox, change: BoxChange, old: NDArray[Any]) -> Digest:
-    """Return what a change of a held box adds to its tensor's digest."""
-    if change.positions is None:
-        return digest_box(change.values, held.shape, held.box) - digest_box(old, held.shape, held.box)
-    before = old[change.positions]
-    positions = shift_positions(change, held.shape, held.box)
-    return digest_changes(held.shape, old.itemsize, positions, before, before ^ change.values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from shardckpt.stream.format.chain import Chain
 from shardckpt.stream.format.codec import BoxChange, apply_part, compose_changes, shift_positions
 from shardckpt.stream.format.delta_file import read_index
 from shardckpt.stream.format.digest import Digest
-from shardckpt.stream.format.held_boxes import HeldBox, PartChange, collect_changes
+from shardckpt.stream.format.held_boxes import HeldBox, PartChange, collect_changes, digest_change
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version, VersionCommit
-from shardckpt.stream.receive.mirror import Mirror, digest_change
+from shardckpt.stream.receive.mirror import Mirror
 from shardckpt.stream.receive.version_chooser import find_chain
 
 __all__ = ["StagedWeights", "stage_version", "view_as_tensor"]
@@ -66,14 +66,7 @@ def stage_version(
 
 
 def _stage_weights(folder: StreamFolder, chain: Chain, mirror: Mirror, *, is_full: bool) -> StagedWeights:
-    """Read what leads to a version.
-
-    Args:
-        folder: The stream.
-        chain: The way to the version.
-        mirror: What this worker holds; unchanged.
-        is_full: Whether all boxes are needed, because the server has none of the stream's versions.
-    """
+    """Read what leads to a version."""
     if chain.anchor is None and not is_full:
         return _stage_changes(folder, chain, mirror)
     buffer = mirror.allocate()

@@ -18,7 +18,16 @@ from shardckpt.errors import StorageError
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 
-__all__ = ["LEASES", "REMOVALS", "ReaderLease", "Removal", "VersionLease", "list_doomed", "list_live_leases"]
+__all__ = [
+    "LEASES",
+    "REMOVALS",
+    "ReaderLease",
+    "Removal",
+    "VersionLease",
+    "delete_expired",
+    "list_doomed",
+    "list_live_leases",
+]
 
 LEASES, REMOVALS = "leases", "removals"
 _NAME = re.compile(r"[0-9a-f]{32}(-\d{1,9})?\.json")
@@ -85,17 +94,18 @@ class ReaderLease:
 
 
 def list_live_leases(folder: StreamFolder, now: float) -> list[VersionLease]:
-    """Return the leases of readers that may still read, and remove the others.
+    """Return the leases of readers that may still read. Raises CheckpointError for a damaged one."""
+    return [lease for _, lease in _read_records(folder, LEASES, VersionLease) if lease.is_live(now)]
 
-    Raises CheckpointError for a damaged one.
-    """
-    live = []
+
+def delete_expired(folder: StreamFolder, now: float) -> None:
+    """Remove leases of readers that are gone, and announcements of removals that were killed."""
     for name, lease in _read_records(folder, LEASES, VersionLease):
-        if lease.is_live(now):
-            live.append(lease)
-        else:
+        if not lease.is_live(now):
             folder.store.delete(name)
-    return live
+    for name, removal in _read_records(folder, REMOVALS, Removal):
+        if now - removal.announced_at >= _REMOVAL_S:
+            folder.store.delete(name)
 
 
 def list_doomed(folder: StreamFolder) -> set[Version]:

@@ -10,7 +10,7 @@ from shardckpt.encodings.typed_json import dump
 from shardckpt.plan.retention import ORPHAN_TTL_S
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import COMMIT, Version
-from shardckpt.stream.retention.leases import REMOVALS, Removal, list_live_leases
+from shardckpt.stream.retention.leases import REMOVALS, Removal, delete_expired, list_live_leases
 from shardckpt.stream.retention.removal_plan import plan_removal, require_anchors
 
 __all__ = ["prune_stream"]
@@ -49,6 +49,7 @@ def prune_stream(
     doomed = plan()
     if dry_run:
         return doomed
+    delete_expired(folder, time.time())
     if doomed:
         announcement = f"{REMOVALS}/{uuid.uuid4().hex}.json"
         with folder.store.create(announcement) as writer:

@@ -97,13 +97,18 @@ def test_a_reader_that_comes_during_a_removal_takes_what_stays(tmp_path: Path, m
     assert torch.equal(into["w"], weights["w"])
 
 
-def test_an_expired_lease_keeps_nothing_and_goes(tmp_path: Path) -> None:
+def test_an_expired_lease_keeps_nothing_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path)
     publish(url, range(1, 6))
     folder = StreamFolder(url)
     ReaderLease(folder, 1.0).renew(None, [Version(1, 1)])
     assert len(list_live_leases(folder, time.time())) == 1
     assert list_live_leases(folder, time.time() + 3600) == []
+    later = time.time() + 3600
+    monkeypatch.setattr(pruning.time, "time", lambda: later)
+    prune_stream(folder, keep_anchors=1, dry_run=True)
+    assert len(os.listdir(tmp_path / LEASES)) == 1, "a dry run removes nothing"
+    prune_stream(folder, keep_anchors=1)
     assert not os.listdir(tmp_path / LEASES)
 
 
@@ -169,3 +174,5 @@ def test_a_removal_that_was_killed_is_forgotten_after_an_hour(tmp_path: Path, mo
     later = time.time() + 3700
     monkeypatch.setattr(pruning.time, "time", lambda: later)
     assert list_doomed(folder) == set()
+    prune_stream(folder, keep_anchors=1)
+    assert not os.listdir(tmp_path / REMOVALS)
