@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import json
 import os
+import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 
 from shardckpt.storage import retry
-from shardckpt.tiers.memory import run_folders
+from shardckpt.tiers.memory import memory_store, run_folders
 from tests.covering import CHOICES, mark_full
 from tests.kit.ranks.forks import make_forks_cheap
 from tests.kit.ranks.interpreters import RunScript, start_interpreters
@@ -75,10 +76,11 @@ def hasty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(scope="session", autouse=True)
 def memory_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test finds or removes captures of the user's own runs."""
+    """No test finds or removes captures of the user's own runs, or depends on what the machine's disk has free."""
     mount = tmp_path_factory.mktemp("shm")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_folders, "SHARED_MEMORY", str(mount))
+        patch.setattr(memory_store, "FREE_PART", sys.maxsize)
         yield
         for base in mount.iterdir():
             end_janitor(base)
