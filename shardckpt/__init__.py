@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from shardckpt.offline.stats import stats
     from shardckpt.offline.streams.compact_versions import compact_versions
     from shardckpt.offline.targets.target_registry import list_targets
+    from shardckpt.offline.tasks.run_plan import (
+        commit_plan,
+        discard_plan,
+        plan_tasks,
+        read_plan_status,
+        run_task,
+    )
     from shardckpt.offline.verify import verify
     from shardckpt.open_checkpoint import open
     from shardckpt.readers.registry import formats
@@ -83,6 +90,7 @@ _HOMES = {
     "shardckpt.offline.select.options": ("Options",),
     "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.targets.target_registry": ("list_targets",),
+    "shardckpt.offline.tasks.run_plan": ("commit_plan", "discard_plan", "plan_tasks", "read_plan_status", "run_task"),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.open_checkpoint": ("open",),
     "shardckpt.readers.registry": ("formats",),
@@ -136,11 +144,13 @@ __all__ = [
     "async_save",
     "bisect",
     "build_stream_server",
+    "commit_plan",
     "compact_versions",
     "consolidate",
     "convert",
     "copy",
     "diff",
+    "discard_plan",
     "doctor",
     "export_versions",
     "formats",
@@ -157,13 +167,16 @@ __all__ = [
     "model_state_dict",
     "open",
     "optim_state_dict",
+    "plan_tasks",
     "prove",
     "prove_resume",
     "prune",
+    "read_plan_status",
     "register_slot",
     "rekey",
     "repair",
     "reshard",
+    "run_task",
     "save",
     "stats",
     "stop_tiers",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from shardckpt.offline.run_history.doctor import HealthReport
     from shardckpt.offline.run_history.health_checks import HealthCheck
+    from shardckpt.offline.tasks.run_plan import PlanStatus
     from shardckpt.readers.registry import FormatInfo, FormatList
     from shardckpt.stream.versions.version_list import VersionInfo, VersionList
     from shardckpt.tiers.tier_list import RunCaptures, TierList
@@ -83,6 +84,7 @@ _HOMES = {
     ),
     "shardckpt.offline.run_history.doctor": ("HealthReport",),
     "shardckpt.offline.run_history.health_checks": ("HealthCheck",),
+    "shardckpt.offline.tasks.run_plan": ("PlanStatus",),
     "shardckpt.readers.registry": ("FormatInfo", "FormatList"),
     "shardckpt.stream.versions.version_list": ("VersionInfo", "VersionList"),
     "shardckpt.tiers.tier_list": ("RunCaptures", "TierList"),
@@ -110,6 +112,7 @@ __all__ = [
     "LayerDifference",
     "LayerStats",
     "NotCompared",
+    "PlanStatus",
     "Problem",
     "Progress",
     "Proof",

@@ -96,6 +96,7 @@ TABLES = {
     "shardckpt.readers.registry": ("shardckpt.readers.", "shardckpt.native.", "shardckpt.stream.versions."),
     "shardckpt.readers.step_paths": ("shardckpt.stream.versions.",),
     "shardckpt.offline.targets.target_registry": ("shardckpt.offline.targets.",),
+    "shardckpt.offline.tasks.verbs": ("shardckpt.offline.",),
 }
 
 MOST_LINES = 300

@@ -16,6 +16,7 @@ from shardckpt_cli import (
     inspect,
     ls,
     merge,
+    plans,
     prune,
     rekey,
     reshard,
@@ -56,6 +57,8 @@ VERBS = {
     "prove": Verb(ls.prove),
     "prune": Verb(prune.prune, has_one_writer=True),
     "tiers": Verb(ls.tiers),
+    "task": Verb(plans.task),
+    "commit": Verb(plans.commit, has_one_writer=True),
     "stream": Verb(stream.stream, has_one_writer=True),
 }
 

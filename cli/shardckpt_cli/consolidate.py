@@ -59,6 +59,8 @@ def consolidate(
     overwrite: options.Overwrite = False,
     jobs: options.Jobs = None,
     parallel: options.Parallel = None,
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -72,6 +74,11 @@ def run(verb: str, given: dict[str, Any]) -> None:
     import shardckpt
 
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
+    plan, tasks = given.pop("plan", ""), given.pop("tasks", 0)
+    options.refuse_idle(not plan, "without --plan", {"--tasks": tasks})
+    if plan:
+        _write_plan(plan, verb, tasks, given, quiet=quiet, as_json=as_json)
+        return
     if "parallel" in given and _choose_parallel(given["parallel"], quiet=quiet):
         given["parallel"] = True
         quiet = quiet or not is_first_rank()
@@ -79,6 +86,27 @@ def run(verb: str, given: dict[str, Any]) -> None:
     chosen = {key: value for key, value in given.items() if value is not None}
     with output.show_progress(quiet=quiet or as_json) as on_progress:
         report: Report = getattr(shardckpt, verb)(on_progress=on_progress, **chosen)
+    show_report(report, quiet=quiet, as_json=as_json)
+
+
+def _write_plan(path: str, verb: str, tasks: int, given: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
+    """Write a plan in place of the work."""
+    import shardckpt
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    status = shardckpt.plan_tasks(path, verb, tasks=tasks, **chosen)
+    if as_json:
+        output.print_json(status)
+    elif not quiet:
+        last = status.task_count - 1
+        print(
+            f"planned {output.count(status.task_count, 'task')}, {output.size(status.nbytes)}: {path}\n"
+            f"next: shardckpt task {path} N, with N from 0 to {last}; then shardckpt commit {path}"
+        )
+
+
+def show_report(report: Report, *, quiet: bool, as_json: bool) -> None:
+    """Print what was written."""
     if as_json:
         output.print_json(report)
         return

@@ -39,6 +39,8 @@ def merge_adapter(
     config_from: Annotated[str, typer.Option("--config-from", help="Folder with config and tokenizer files.")] = "",
     dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -307,6 +307,28 @@ Parallel = Annotated[
     ),
 ]
 
+PlanFile = Annotated[
+    str,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        rich_help_panel="Machine",
+        help="Write a plan instead; then run `shardckpt task FILE N` anywhere, and `shardckpt commit FILE`.",
+        show_default=False,
+    ),
+]
+TaskCount = Annotated[
+    int,
+    typer.Option(
+        "--tasks",
+        metavar="N",
+        rich_help_panel="Machine",
+        help="Maximum number of tasks in the plan. Default: one for each file.",
+        show_default=False,
+        min=0,
+    ),
+]
+
 # shorter descriptions for commands with few options
 ShortMaxShardSize = Annotated[
     str, typer.Option("--max-shard-size", metavar="SIZE", rich_help_panel="Where", help="Bytes per file: 5GB or 5GiB.")

@@ -35,6 +35,8 @@ def rekey(
     max_memory: options.MaxMemory = "256MiB",
     dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -27,6 +27,8 @@ def reshard(
     ] = False,
     dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 
@@ -101,6 +102,17 @@ class LocalPublication(Publication):
         """Return a closed file's path."""
         return os.path.join(self._partial, self._get_name(name))
 
+    def adopt(self, staging_url: str, names: Collection[str]) -> None:
+        """Link files from another folder on the same disk; where it has no links, move them."""
+        with convert_os_errors("cannot add a finished file", self.target):
+            for name in names:
+                old, new = os.path.join(staging_url, name), os.path.join(self._partial, self._get_name(name))
+                os.makedirs(os.path.dirname(new), exist_ok=True)
+                if not _link(old, new):
+                    os.rename(old, new)
+            for folder in {os.path.dirname(name) for name in names} | {""}:
+                sync_folder(os.path.join(self._partial, folder))
+
     def _get_name(self, name: str) -> str:
         return os.path.basename(self.target) if isinstance(self._kind, FileKind) else name
 
@@ -155,14 +167,9 @@ class LocalPublication(Publication):
         kept = self._find_kept()
         for name in kept:
             old, new = os.path.join(self.target, name), os.path.join(self._partial, name)
-            if os.path.isfile(old) and not os.path.lexists(new):
-                try:
-                    os.link(old, new)
-                except OSError as error:
-                    if error.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}:
-                        raise
-                    with self._store.create(name) as writer:
-                        writer.copy_from(LocalStore(self.target), name, 0, os.path.getsize(old))
+            if os.path.isfile(old) and not os.path.lexists(new) and not _link(old, new):
+                with self._store.create(name) as writer:
+                    writer.copy_from(LocalStore(self.target), name, 0, os.path.getsize(old))
         if kept:
             sync_folder(self._partial)
 
@@ -252,6 +259,17 @@ class LocalPublication(Publication):
                 os.rmdir(folder)
             except OSError:
                 return  # another process uses the folder
+
+
+def _link(old: str, new: str) -> bool:
+    """Link a file under another name; return False if the disk has no links. Raises OSError."""
+    try:
+        os.link(old, new)
+    except OSError as error:
+        if error.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}:
+            raise
+        return False
+    return True
 
 
 def _cannot_make(folder: str, error: OSError) -> StorageError:

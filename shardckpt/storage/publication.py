@@ -82,6 +82,17 @@ class Publication(ABC):
         """
         return ""
 
+    def adopt(self, staging_url: str, names: Collection[str]) -> None:  # noqa: B027  (a remote store has them)
+        """Add closed files that other processes wrote, which stay where they are too.
+
+        Args:
+            staging_url: Folder with the files; `staging_url` of this publication on a remote store.
+            names: As for `create`.
+
+        Raises:
+            StorageError: A file is missing, or cannot be added.
+        """
+
     @abstractmethod
     def commit(self, find_missing: FindMissing | None = None) -> None:
         """Move the result to its target atomically. Called by `publish`.

@@ -6,7 +6,7 @@ One process starts and commits a publication; other processes may join it and ad
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from shardckpt.errors import MissingFileError, StorageError, UsageError
@@ -54,6 +54,7 @@ def start_publication(
     last: str | None = None,  # file that makes the result loadable; it is written last
     prefix: str = "",  # of all other new names; if no old name has it, old content stays until `last` is replaced
     find_kept: FindKept = keep_no_file,  # called before any old file goes; on a disk, when all new ones are written
+    staged: Collection[str] = (),  # files that `adopt` will add; on a remote store, they are in the target already
 ) -> Publication:
     """Open a publication; the caller must call its `commit` or `rollback`."""
     path = local_path(url)
@@ -65,7 +66,7 @@ def start_publication(
         publication.rollback()
     if isinstance(kind, FileKind):
         return RemoteFile(url, kind, overwrite=overwrite)
-    return RemoteFolder(url, kind, overwrite=overwrite, last=last, prefix=prefix, find_kept=find_kept)
+    return RemoteFolder(url, kind, overwrite=overwrite, last=last, prefix=prefix, find_kept=find_kept, staged=staged)
 
 
 class JoinedPublication(Publication):

@@ -112,6 +112,7 @@ class RemoteFolder(Publication):
         last: str | None,
         prefix: str = "",
         find_kept: FindKept = keep_no_file,
+        staged: Collection[str] = (),
     ) -> None:
         if kind_at(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
@@ -122,9 +123,10 @@ class RemoteFolder(Publication):
         self._store = open_remote(url)
         self._last = last
         if overwrite:
-            self._old = find_replaceable_files(kind, self._store, self._store.list, url)
+            old = find_replaceable_files(kind, self._store, self._store.list, url)
         else:
-            self._old = _only_partials(self._store, url, last)
+            old = _only_partials(self._store, url, last, staged)
+        self._old = [name for name in old if name not in staged]
         self.unique_suffix = os.urandom(4).hex() if self._old else ""
         self._deferred: dict[str, DeferredWriter | BufferedWriter] = {}
         self._written: list[str] = []
@@ -299,11 +301,11 @@ def _all_files(store: Store) -> list[str]:
     return list(files_below(store.list, "", store.url))
 
 
-def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
+def _only_partials(store: Store, url: str, last: str | None, staged: Collection[str]) -> list[str]:
     """Return the files in a folder that has only incomplete content."""
     partials = []
     for name in files_below(store.list, "", url):
-        if not is_partial(name):
+        if not is_partial(name) and name not in staged:
             is_complete = last is None or any(entry.name == last for entry in store.list())
             if is_complete:
                 raise target_exists_error(url)

@@ -46,6 +46,8 @@ COMMANDS = {
     "doctor": ["RUN", "PROVEN"],
     "prune": ["RUN --dry-run --keep-last 1"],
     "tiers": ["", "stop"],
+    "task": ["PLAN 0", "PLAN --status"],
+    "commit": ["DONE"],
     "stream": ["ls STREAM", "verify VERSION", "export VERSION OUT", "export STREAM OUT --dialect hf-delta"],
 }
 """Arguments of calls of each command; capital words are paths that `places` makes."""
@@ -57,6 +59,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     names = {"RUN": "run", "STEP": f"run/{step_name(1)}", "SHORT": "short", "FLIPPED": "flipped", "LOST": "lost"}
     names |= {"MEASURED": "measured", "OTHER": "other", "SRC": "src", "OUT": "out", "ADAPTER": "adapter"}
     names |= {"PROVEN": "proven", "STREAM": "stream", "VERSION": "stream@2"}
+    names |= {"PLAN": "plan.json", "DONE": "done.json"}
     places = {name: folder / path for name, path in names.items()}
     state = {
         "model": {"a.w": torch.eye(3), "b": torch.tensor([float("nan"), float("inf"), 0.0])},
@@ -83,6 +86,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     places["SRC"].mkdir()
     save_file({"layers.0.weight": torch.eye(3), "layers.0.bias": torch.ones(2)}, places["SRC"] / "w.safetensors")
     write_adapter(places["ADAPTER"])
+    for name in ("PLAN", "DONE"):
+        shardckpt.plan_tasks(places[name], "convert", places["SRC"], folder / f"of-{name}")
+    shardckpt.run_task(places["DONE"], 0)
     write_step(places["PROVEN"] / step_name(1), state, save="0" * 15)
     found = shardckpt.results.Divergence("schedule", 2, "lr", "lr is 1", "Put it into the state", (0,))
     resume = shardckpt.results.Resume("1" * 15, 1.5, (2, 3), 0, 1, 2, "Net", "Net", divergence=found)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import posixpath
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import closing
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import heapify, heapreplace
 from typing import TypeAlias, TypeVar
 
 from shardckpt.encodings.safetensors_check import create_checked
@@ -214,6 +216,18 @@ def _write_file(file: OutputFile, stream: TensorStream, publication: Publication
         return hashes
 
 
+def share_out(files: Sequence[OutputFile], count: int) -> list[list[OutputFile]]:
+    """Assign files to ranks or tasks, the largest first, to the least loaded one; equal in every process."""
+    loads = [(0, rank) for rank in range(count)]
+    heapify(loads)
+    mine: list[list[OutputFile]] = [[] for _ in range(count)]
+    for file in sorted(files, key=lambda each: (-each.nbytes, each.name)):
+        load, rank = loads[0]
+        mine[rank].append(file)
+        heapreplace(loads, (load + file.nbytes, rank))
+    return mine
+
+
 class Stopwatch:
     """Seconds spent in consecutive phases."""
 
@@ -242,11 +256,25 @@ def write_alone(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress 
 Write: TypeAlias = Callable[[ConversionPlan, Stopwatch, "OnProgress | None"], Layout]  # of all files
 
 
+_given: ContextVar[Write | None] = ContextVar("given", default=None)
+
+
+@contextmanager
+def write_by(write: Write) -> Iterator[None]:
+    """Let conversions in this context write by the given function: a verb's call says what, not who writes it."""
+    token = _given.set(write)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def run_conversion(
     plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None, write: Write = write_alone
 ) -> Report:
     """Write the target, except in a dry run, and return the completed report."""
     watch.end_phase("plan")
+    write = _given.get() or write
     layout = plan.plan_layout("", plan.files.save_id) if plan.report.dry_run else write(plan, watch, on_progress)
     carried = tuple(dict.fromkeys((*plan.copied, *layout.others)))
     return replace(plan.report, files=layout.files, carried=carried, seconds=watch.seconds)

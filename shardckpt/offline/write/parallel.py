@@ -6,30 +6,16 @@ Rank 0 starts and commits the publication, generates names and writes the small 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from heapq import heapify, heapreplace
+from collections.abc import Iterator
 
 from shardckpt.events.progress import OnProgress
-from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch
-from shardckpt.offline.write.stream import OutputFile
+from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch, share_out
 from shardckpt.ranks.group import Group
 from shardckpt.ranks.meeting import join_ranks
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, require_files, start_publication
 
 _SEPARATOR = "\0"
-
-
-def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
-    """Assign files to ranks, the largest first, to the least loaded rank; equal on every rank."""
-    loads = [(0, rank) for rank in range(ranks)]
-    heapify(loads)
-    mine: list[list[OutputFile]] = [[] for _ in range(ranks)]
-    for file in sorted(files, key=lambda each: (-each.nbytes, each.name)):
-        load, rank = loads[0]
-        mine[rank].append(file)
-        heapreplace(loads, (load + file.nbytes, rank))
-    return mine
 
 
 def write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:

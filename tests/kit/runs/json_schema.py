@@ -35,7 +35,7 @@ class _Member(NamedTuple):
     text: str
 
 
-FUNCTIONS = {"stream": "list_versions", "tiers": "list_tiers"}
+FUNCTIONS = {"stream": "list_versions", "tiers": "list_tiers", "task": "run_task", "commit": "commit_plan"}
 """Functions of commands that have another name."""
 
 

@@ -1,0 +1,143 @@
+"""Results of parts, one small JSON file each, in a folder that all tasks of a plan see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardckpt.errors import MissingFileError, StorageError, UsageError
+from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart
+from shardckpt.storage.resolve_url import open_place, split
+from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.thread_pool import ThreadPool
+
+__all__ = ["PartResults"]
+
+_PLAN, _RESULTS, _MARK = "plan.json", "results", "commit"
+_THREADS = 16  # requests at the same time; results are small
+_MAX_RESULT_BYTES = 256 << 20
+
+
+class PartResults:
+    """What the tasks of one plan have done so far.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: TaskPlan) -> None:
+        self._plan = plan
+        self._store: Store = open_place(plan.folder)
+        self._parts = {
+            f"{_RESULTS}/{task:06d}-{at:06d}.json": part
+            for task, parts in enumerate(plan.tasks)
+            for at, part in enumerate(parts)
+        }
+        self._names = {part.name: name for name, part in self._parts.items()}
+
+    def start(self) -> None:
+        """Write the plan into the folder, by which tasks know it. Raises StorageError."""
+        with self._store.create(_PLAN) as writer:
+            writer.write(self._plan.encode())
+
+    def require_started(self) -> None:
+        """Require that the folder of this plan is here. Raises StorageError."""
+        data = self._plan.encode()
+        try:
+            found = read_bytes(self._store, _PLAN, 0, self._store.size(_PLAN))
+        except MissingFileError:
+            found = b""
+        if found != data:
+            raise StorageError(
+                "the folder of this plan is not here",
+                where=self._plan.folder,
+                fix="Give every machine the same storage. If the plan was committed or discarded, make a new one.",
+            )
+
+    def list_done(self) -> list[WorkPart]:
+        """Return the parts that have results. Raises StorageError."""
+        there = {entry.name for entry in self._store.list(_RESULTS)}
+        return [part for name, part in self._parts.items() if name in there]
+
+    def read(self, part: WorkPart) -> Mapping[str, Any]:
+        """Return a part's result; empty if it is missing or another plan's. Raises StorageError."""
+        return self._read(self._names[part.name])
+
+    def _read(self, name: str) -> Mapping[str, Any]:
+        try:
+            size = self._store.size(name)
+            content = json.loads(read_bytes(self._store, name, 0, min(size, _MAX_RESULT_BYTES)))
+        except (MissingFileError, ValueError, RecursionError):  # a damaged result is made again
+            return {}
+        is_own = isinstance(content, dict) and content.get("plan") == self._plan.id
+        return content["result"] if is_own and isinstance(content.get("result"), dict) else {}
+
+    def write(self, part: WorkPart, result: Mapping[str, Any]) -> None:
+        """Store a part's result. Raises StorageError."""
+        with self._store.create(self._names[part.name]) as writer:
+            writer.write(json.dumps({"plan": self._plan.id, "result": result}).encode())
+
+    def read_all(self) -> dict[str, Mapping[str, Any]]:
+        """Return all results by the part's name.
+
+        Raises:
+            UsageError: Tasks have not ended; the message has their numbers.
+            StorageError: The store failed.
+        """
+        done = {part.name for part in self.list_done()}
+        self._require_all(done)
+        with ThreadPool(_THREADS) as pool:
+            results = dict(zip(self._names, pool.map(self._read, self._names.values()), strict=True))
+        self._require_all({name for name, result in results.items() if result})
+        return results
+
+    def _require_all(self, done: set[str]) -> None:
+        missing = find_missing_tasks(self._plan, done)
+        if missing:
+            raise UsageError(
+                f"{len(missing)} of {len(self._plan.tasks)} tasks have not ended",
+                where=self._plan.folder,
+                found=f"nothing or less from {format_numbers(missing)}",
+                fix="Run these tasks, then commit again.",
+            )
+
+    def mark_commit(self) -> None:
+        """Store that a commit has started: from now on the target may refer to files of tasks. Raises StorageError."""
+        with self._store.create(_MARK) as writer:
+            writer.write(b"")
+
+    def is_commit_marked(self) -> bool:
+        """Return True if a commit has started. Raises StorageError."""
+        return any(entry.name == _MARK for entry in self._store.list())
+
+    def remove(self) -> None:
+        """Remove the folder of the plan. Raises StorageError."""
+        parent, name = split(self._plan.folder)
+        open_place(parent).delete_folder(name)
+
+
+def changed_source_error(source: str) -> UsageError:
+    """Return the error for a source that is not the one that was planned."""
+    return UsageError(
+        "the source, or another file that the plan reads, has changed since the plan was made",
+        where=source,
+        fix="Discard the plan and make a new one; if another machine made it, check that both see the same storage.",
+    )
+
+
+def find_missing_tasks(plan: TaskPlan, done: set[str]) -> list[int]:
+    """Return the numbers of tasks with parts that are not done."""
+    return [number for number, parts in enumerate(plan.tasks) if any(part.name not in done for part in parts)]
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Return numbers as SLURM takes them: `3,7-9`; at most 20 ranges."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:20]]
+    return ",".join(shown) + (f" and {len(ranges) - 20} more ranges" if len(ranges) > 20 else "")

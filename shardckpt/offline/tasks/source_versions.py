@@ -1,0 +1,61 @@
+"""Versions of stored files: a text that changes when a file is replaced."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+
+from shardckpt.manifest import Manifest
+from shardckpt.storage.resolve_url import kind, local_path, open_remote, open_store, split
+from shardckpt.storage.store import convert_os_errors
+from shardckpt.storage.thread_pool import ThreadPool
+
+_THREADS = 16  # requests at the same time on a remote store
+
+
+def read_version(url: str, name: str) -> str:
+    """Return a file's size and a text that changes when it is replaced. Raises MissingFileError or StorageError."""
+    path = local_path(url)
+    if path is None:
+        store = open_remote(url)
+        return f"{store.size(name)} {store.version(name)}"
+    where = os.path.join(path, name)
+    with convert_os_errors("cannot look at it", where):
+        status = os.stat(where)
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def read_versions(url: str, names: Collection[str]) -> dict[str, str]:
+    """Return the version of each file in a folder. Raises MissingFileError or StorageError."""
+    read = partial(read_version, url)
+    if local_path(url) is not None or len(names) < 2:
+        return {name: read(name) for name in names}
+    for folder in {name.rpartition("/")[0] for name in names}:
+        open_remote(url).list(folder)  # one request for many files, where the client keeps what it listed
+    with ThreadPool(_THREADS) as pool:
+        return dict(zip(names, pool.map(read, names), strict=True))
+
+
+def digest_sources(url: str, manifest: Manifest, paths: Iterable[str]) -> str:
+    """Return a digest over the source's files, and over other files and folders that the work reads."""
+    own = [name for name in manifest.files if name not in manifest.elsewhere]
+    sizes = {name: manifest.files[name] for name in manifest.elsewhere if name in manifest.files}
+    rows = [*sizes.items(), *_find_versions(url, own).items()]
+    for path in paths:
+        rows += [(path, ""), *_find_versions(*_list_files(path)).items()]
+    text = "\n".join(f"{name}\0{version}" for name, version in sorted((str(a), str(b)) for a, b in rows))
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _find_versions(url: str, names: Collection[str]) -> Mapping[str, str]:
+    return read_versions(url, names) if kind(url) == "folder" else dict.fromkeys(names, "")
+
+
+def _list_files(path: str) -> tuple[str, list[str]]:
+    """Return a folder and the files directly in it; for a file, its folder and its name."""
+    if kind(path) == "file":
+        parent, name = split(path)
+        return parent, [name]
+    return path, [entry.name for entry in open_store(path).list() if not entry.is_folder]

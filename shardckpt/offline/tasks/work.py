@@ -1,0 +1,48 @@
+"""Interface: how the work of one verb is planned, shared and committed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from shardckpt.errors import UsageError
+from shardckpt.events.progress import OnProgress
+from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart
+
+__all__ = ["Results", "Work", "bind_arguments"]
+
+Results = Mapping[str, Mapping[str, Any]]  # by the part's name
+
+
+class Work(Protocol):
+    """How one verb is planned, shared and committed."""
+
+    def bind(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the verb's arguments by name. Raises UsageError."""
+
+    def plan(self, new: TaskPlan, count: int, url: str) -> TaskPlan:
+        """Return the plan with its tasks: at most `count`, or as many as are useful for 0."""
+
+    def run(self, plan: TaskPlan, parts: Sequence[WorkPart], on_progress: OnProgress | None) -> None:
+        """Do some parts, and store the result of each."""
+
+    def is_done(self, plan: TaskPlan, part: WorkPart, result: Mapping[str, Any]) -> bool:
+        """Return True if a part with this result need not be done again."""
+
+    def commit(self, plan: TaskPlan, results: Results, on_progress: OnProgress | None) -> Any:
+        """Join the results; return what the verb returns."""
+
+    def discard(self, plan: TaskPlan) -> None:
+        """Remove what tasks have written outside the plan's folder."""
+
+
+def bind_arguments(function: Any, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name. Raises UsageError for another number of them."""
+    try:
+        bound = inspect.signature(function).bind(*positional, **given)
+    except TypeError as error:
+        raise UsageError(
+            "the call that is planned is not complete", where=function.__name__, found=str(error)
+        ) from error
+    return {**given, **{name: value for name, value in bound.arguments.items() if name not in ("options", "arguments")}}
