@@ -9,17 +9,16 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from shardckpt_cli import (
+    commit,
     compare,
     completion,
     consolidate,
+    conversions,
     copy,
     inspect,
     ls,
-    merge,
     plans,
     prune,
-    rekey,
-    reshard,
     stats,
     stream,
     verify,
@@ -40,9 +39,9 @@ class Verb(NamedTuple):
 VERBS = {
     "consolidate": Verb(consolidate.consolidate, CommandWithTargets),
     "convert": Verb(consolidate.consolidate, CommandWithTargets, consolidate.CONVERT_HELP),
-    "rekey": Verb(rekey.rekey, has_one_writer=True),
-    "reshard": Verb(reshard.reshard, CommandWithTargets, has_one_writer=True),
-    "merge-adapter": Verb(merge.merge_adapter, CommandWithTargets, has_one_writer=True),
+    "rekey": Verb(conversions.rekey, has_one_writer=True),
+    "reshard": Verb(conversions.reshard, CommandWithTargets, has_one_writer=True),
+    "merge-adapter": Verb(conversions.merge_adapter, CommandWithTargets, has_one_writer=True),
     "inspect": Verb(inspect.inspect),
     "formats": Verb(inspect.formats),
     "copy": Verb(copy.copy, has_one_writer=True),
@@ -58,7 +57,7 @@ VERBS = {
     "prune": Verb(prune.prune, has_one_writer=True),
     "tiers": Verb(ls.tiers),
     "task": Verb(plans.task),
-    "commit": Verb(plans.commit, has_one_writer=True),
+    "commit": Verb(commit.commit, has_one_writer=True),
     "stream": Verb(stream.stream, has_one_writer=True),
 }
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import options, output, plans
 
 if TYPE_CHECKING:
     from shardckpt.results import Comparison, LayerDifference, TensorDifference, ValueDifference
@@ -39,6 +39,8 @@ def diff(
     by_layer: options.ByLayer = False,
     base: options.Base = None,
     html: options.Html = "",
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     as_json: options.AllAsJson = False,
 ) -> None:
     """Compare tensors and other values.
@@ -46,25 +48,30 @@ def diff(
     Exits with 0 if all are compared and equal, else with 1.
     """
     import shardckpt
-    from shardckpt.errors import escape
 
     options.require_order(sort, _ORDERS)
     options.refuse_idle(as_json, "with --json", {"--sort": sort != "name", "--top": top, "--by-layer": by_layer})
+    given: dict[str, Any] = {
+        "part": part,
+        "include": include or (),
+        "exclude": exclude or (),
+        "atol": atol,
+        "rtol": rtol,
+    }
+    given |= {"rules": rules, "rename": rename or (), "base": base or (), "html": html}
+    if plans.has_planned("diff", [a, b], given, plan, tasks, as_json=as_json):
+        return
     with output.show_progress(quiet=as_json) as on_progress:
-        result = shardckpt.diff(
-            a,
-            b,
-            part=part,
-            include=include or (),
-            exclude=exclude or (),
-            atol=atol,
-            rtol=rtol,
-            rules=rules,
-            rename=rename or (),
-            base=base or (),
-            html=html,
-            on_progress=on_progress,
-        )
+        result = shardckpt.diff(a, b, on_progress=on_progress, **given)
+    show_comparison(result, sort, top, html, by_layer=by_layer, as_json=as_json)
+
+
+def show_comparison(
+    result: Comparison, sort: str = "name", top: int = 0, html: str = "", *, by_layer: bool = False, as_json: bool
+) -> None:
+    """Print differences, and exit."""
+    from shardckpt.errors import escape
+
     if as_json:
         output.print_json(result)
     else:

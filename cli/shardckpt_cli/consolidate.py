@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import options, output, plans
 
 if TYPE_CHECKING:
     from shardckpt.results import Report
@@ -75,9 +75,7 @@ def run(verb: str, given: dict[str, Any]) -> None:
 
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
     plan, tasks = given.pop("plan", ""), given.pop("tasks", 0)
-    options.refuse_idle(not plan, "without --plan", {"--tasks": tasks})
-    if plan:
-        _write_plan(plan, verb, tasks, given, quiet=quiet, as_json=as_json)
+    if plans.has_planned(verb, [], given, plan, tasks, quiet=quiet, as_json=as_json):
         return
     if "parallel" in given and _choose_parallel(given["parallel"], quiet=quiet):
         given["parallel"] = True
@@ -89,23 +87,7 @@ def run(verb: str, given: dict[str, Any]) -> None:
     show_report(report, quiet=quiet, as_json=as_json)
 
 
-def _write_plan(path: str, verb: str, tasks: int, given: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
-    """Write a plan in place of the work."""
-    import shardckpt
-
-    chosen = {name: value for name, value in given.items() if value is not None}
-    status = shardckpt.plan_tasks(path, verb, tasks=tasks, **chosen)
-    if as_json:
-        output.print_json(status)
-    elif not quiet:
-        last = status.task_count - 1
-        print(
-            f"planned {output.count(status.task_count, 'task')}, {output.size(status.nbytes)}: {path}\n"
-            f"next: shardckpt task {path} N, with N from 0 to {last}; then shardckpt commit {path}"
-        )
-
-
-def show_report(report: Report, *, quiet: bool, as_json: bool) -> None:
+def show_report(report: Report, *, quiet: bool = False, as_json: bool) -> None:
     """Print what was written."""
     if as_json:
         output.print_json(report)

@@ -1,22 +1,43 @@
-"""`shardckpt task` and `shardckpt commit`: work that any scheduler shares."""
+"""`--plan` and `shardckpt task`: work that any scheduler shares."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardckpt_cli import options, output
-from shardckpt_cli.consolidate import show_report
 
 if TYPE_CHECKING:
     from shardckpt.results import PlanStatus
 
-_Plan = Annotated[str, typer.Argument(metavar="PLAN", help="File that --plan wrote: path or URL.")]
+Plan = Annotated[str, typer.Argument(metavar="PLAN", help="File that --plan wrote: path or URL.")]
+
+
+def has_planned(
+    verb: str, sources: list[str], given: dict[str, Any], path: str, tasks: int, *, quiet: bool = False, as_json: bool
+) -> bool:
+    """Write a plan in place of the work if the user asks for one."""
+    options.refuse_idle(not path, "without --plan", {"--tasks": tasks})
+    if not path:
+        return False
+    import shardckpt
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    status = shardckpt.plan_tasks(path, verb, *sources, tasks=tasks, **chosen)
+    if as_json:
+        output.print_json(status)
+    elif not quiet:
+        last = status.task_count - 1
+        print(
+            f"planned {output.count(status.task_count, 'task')}, {output.size(status.nbytes)}: {path}\n"
+            f"next: shardckpt task {path} N, with N from 0 to {last}; then shardckpt commit {path}"
+        )
+    return True
 
 
 def task(
-    plan: _Plan,
+    plan: Plan,
     number: Annotated[int | None, typer.Argument(metavar="[N]", help="Number of the task, from 0.")] = None,
     share: Annotated[
         str, typer.Option("--share", metavar="K/N", help="Run the K-th of N shares, from 1, in place of one task.")
@@ -54,22 +75,3 @@ def _show_status(plan: str, status: PlanStatus) -> None:
     )
     if status.missing:
         print(f"left: {status.missing_ranges}")
-
-
-def commit(
-    plan: _Plan,
-    discard: Annotated[
-        bool, typer.Option("--discard", help="Remove what the tasks wrote, and leave the target as it is.")
-    ] = False,
-    quiet: options.Quiet = False,
-    as_json: options.AsJson = False,
-) -> None:
-    """Publish a plan's result once all of its tasks have ended."""
-    import shardckpt
-
-    if discard:
-        shardckpt.discard_plan(plan)
-        return
-    with output.show_progress(quiet=quiet or as_json) as on_progress:
-        report = shardckpt.commit_plan(plan, on_progress=on_progress)
-    show_report(report, quiet=quiet, as_json=as_json)

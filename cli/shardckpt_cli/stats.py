@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import options, output, plans
 
 if TYPE_CHECKING:
-    from shardckpt.results import LayerStats, TensorStats
+    from shardckpt.results import History, LayerStats, Statistics, TensorStats
 
 _ORDERS: dict[str, Callable[[TensorStats | LayerStats], float]] = {
     "name": lambda _: 0.0,
@@ -41,6 +41,8 @@ def stats(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Read all values, even if the save stored this.")
     ] = False,
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     as_json: options.AllAsJson = False,
 ) -> None:
     """Count NaN and Inf, and show extremes and norms.
@@ -48,13 +50,20 @@ def stats(
     Exits with 1 if there is a NaN or Inf.
     """
     import shardckpt
-    from shardckpt.errors import escape
 
     options.require_order(sort, _ORDERS)
     options.refuse_idle(as_json, "with --json", {"--sort": sort != "name", "--top": top, "--by-layer": by_layer})
-    found = shardckpt.stats(
-        src, part=part, include=include or (), exclude=exclude or (), base=base or (), recompute=recompute
-    )
+    given: dict[str, Any] = {"part": part, "include": include or (), "exclude": exclude or (), "base": base or ()}
+    given["recompute"] = recompute
+    if plans.has_planned("stats", [src], given, plan, tasks, as_json=as_json):
+        return
+    show_stats(shardckpt.stats(src, **given), sort, top, by_layer=by_layer, as_json=as_json)
+
+
+def show_stats(found: Statistics, sort: str = "name", top: int = 0, *, by_layer: bool = False, as_json: bool) -> None:
+    """Print statistics, and exit."""
+    from shardckpt.errors import escape
+
     if as_json:
         output.print_json(found)
     else:
@@ -97,6 +106,8 @@ def history(
     ] = "",
     part: options.StatsPart = "",
     html: options.Html = "",
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     as_json: options.AllAsJson = False,
 ) -> None:
     """Print a tensor statistic over a run's steps.
@@ -104,14 +115,22 @@ def history(
     Each line is a step, a tensor and a value.
     """
     import shardckpt
-    from shardckpt.errors import escape
 
     options.refuse_idle(as_json, "with --json", {"--stat": stat})
     options.refuse_idle(html, "with --html", {"--stat": stat})
     stat = stat or "l2"
     if stat not in _STATS:
         raise typer.BadParameter(f"--stat must be one of {', '.join(_STATS)}, got {stat}")
-    found = shardckpt.history(root, part=part, include=tensor or (), html=html)
+    given: dict[str, Any] = {"part": part, "include": tensor or (), "html": html}
+    if plans.has_planned("history", [root], given, plan, tasks, as_json=as_json):
+        return
+    show_history(shardckpt.history(root, **given), stat, html, as_json=as_json)
+
+
+def show_history(found: History, stat: str = "l2", html: str = "", *, as_json: bool) -> None:
+    """Print a statistic over steps."""
+    from shardckpt.errors import escape
+
     if as_json:
         output.print_json(found)
         return

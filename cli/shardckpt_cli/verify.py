@@ -8,14 +8,14 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import options, output, plans
 
 if TYPE_CHECKING:
-    from shardckpt.results import HealthCheck, HealthReport, Problem
+    from shardckpt.results import HealthCheck, HealthReport, Problem, Verification
 
 _Src = Annotated[
     str,
@@ -32,6 +32,8 @@ def verify(
     src: _Src,
     shapes_from: options.FlatShapesFrom = "",
     base: options.Base = None,
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     as_json: options.AllAsJson = False,
 ) -> None:
     """Check structure, coverage, sizes and checksums.
@@ -39,10 +41,19 @@ def verify(
     Exits with 1 for any fault. `intact` means that all files' checksums were compared; without that it is `complete`.
     """
     import shardckpt
+
+    given: dict[str, Any] = {"shapes_from": shapes_from, "base": base or ()}
+    if plans.has_planned("verify", [src], given, plan, tasks, as_json=as_json):
+        return
+    with output.show_progress(quiet=as_json) as on_progress:
+        result = shardckpt.verify(src, on_progress=on_progress, **given)
+    show_verification(result, as_json=as_json)
+
+
+def show_verification(result: Verification, *, as_json: bool) -> None:
+    """Print a verdict, and exit."""
     from shardckpt.errors import escape
 
-    with output.show_progress(quiet=as_json) as on_progress:
-        result = shardckpt.verify(src, shapes_from=shapes_from, base=base or (), on_progress=on_progress)
     if as_json:
         output.print_json(result)
     else:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import xxhash
@@ -38,6 +39,7 @@ from shardckpt.offline.results.comparison import (
     TensorDifference,
     ValueDifference,
 )
+from shardckpt.offline.results.computed_parts import ComputedPart, compute_parts
 from shardckpt.offline.results.contents import describe_entry
 from shardckpt.offline.select.config_files import find_config_files, load_param_shapes
 from shardckpt.offline.select.options import Part, parse_globs, parse_part
@@ -231,15 +233,21 @@ def _compare_sides(
     values: list[ValueDifference] = []
     shared = [name for name in chosen if name in first.tensors and name in second.tensors]
     meter = Meter(sum(first.tensors[name].nbytes for name in shared), on_progress)
+
+    def compare(name: str) -> tuple[TensorDifference, ...]:
+        found = _compare(name, first, second, asked.tolerance)
+        meter.add(first.tensors[name].nbytes)
+        return (found,) if found else ()
+
+    parts = (ComputedPart(name, 2 * first.tensors[name].nbytes, partial(compare, name)) for name in shared)
+    compared = dict(zip(shared, compute_parts(parts, TensorDifference), strict=True))
     for name in chosen:
         if (name in first.tensors) != (name in second.tensors) and (name in in_a.values) != (name in in_b.values):
             values.append(_tensor_and_value(name, first, second, in_a, in_b))
             continue
-        found = _compare(name, first, second, asked.tolerance)
-        tensors += [found] if found else []
+        missing = _compare_types(name, first.tensors.get(name), second.tensors.get(name))
+        tensors += compared.get(name) or ([missing] if missing and name not in compared else [])
         values += _compare_values(name, in_a.values, in_b.values, asked.tolerance)
-        if name in first.tensors and name in second.tensors:
-            meter.add(first.tensors[name].nbytes)
     shared_values = [name for name in chosen if name in in_a.values and name in in_b.values]
     unequal, unequal_values = {d.name for d in tensors}, {d.name for d in values}
     return Comparison(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from shardckpt.dtypes import bits
 from shardckpt.encodings.budget import gc_paused
@@ -14,6 +15,7 @@ from shardckpt.errors import require_bools
 from shardckpt.manifest import TensorEntry, split_numbers
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.compare.tensor_distance import BLOCK_BYTES, read_values
+from shardckpt.offline.results.computed_parts import ComputedPart, compute_parts
 from shardckpt.offline.results.tensor_stats import (
     LayerStats,
     Statistics,
@@ -74,21 +76,23 @@ def stats(
         found.merge_slots()
     entries, unwanted = found.tensors, set[str]() if part == "all" or include else found.counters
     chosen = select_names(entries, include, exclude)
-    tensors = tuple(
-        _measure(name, reader, entries[name], recompute=recompute) for name in chosen if name not in unwanted
-    )
+    names = [name for name in chosen if name not in unwanted]
+    measure = partial(_measure, reader, entries, recompute=recompute)
+    parts = (ComputedPart(name, entries[name].nbytes, partial(measure, name)) for name in names)
+    tensors = tuple(found for [found] in compute_parts(parts, TensorStats))
     left_out = tuple(name for name in chosen if name in unwanted)
     return Statistics(source, reader.manifest.format, tensors, _sum_layers(tensors), left_out)
 
 
-def _measure(name: str, reader: Reader, entry: TensorEntry, *, recompute: bool) -> TensorStats:
+def _measure(reader: Reader, entries: Mapping[str, TensorEntry], name: str, *, recompute: bool) -> tuple[TensorStats]:
+    entry = entries[name]
     found = None if recompute else find_stored_stats(reader, entry)
     if found is not None:
-        return describe_values(name, entry, found, is_stored=True)
+        return (describe_values(name, entry, found, is_stored=True),)
     [entry] = locate(reader, reader.manifest, [entry])
     blocks = read_values((reader, entry), max(BLOCK_BYTES * 8 // bits(entry.stored), 1))
     computed = merge_stats(measure_values(block, entry.dtype) for block in blocks)
-    return describe_values(name, entry, computed, is_stored=False)
+    return (describe_values(name, entry, computed, is_stored=False),)
 
 
 def _sum_layers(tensors: Iterable[TensorStats]) -> tuple[LayerStats, ...]:

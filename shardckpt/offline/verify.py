@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import groupby
 
 import xxhash
 
@@ -26,6 +27,7 @@ from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.manifest import Encoded, Lazy, Manifest, TensorEntry, dotted
 from shardckpt.native.payload import GROUP_BYTES, BlockHasher, group_hashes
 from shardckpt.native.run_directory import read_run
+from shardckpt.offline.results.computed_parts import ComputedPart, compute_parts
 from shardckpt.offline.results.contents import (
     NO_SHAPES,
     FileRange,
@@ -117,9 +119,14 @@ def _verify_range(chosen: StepRange, base: NamedBases, on_progress: OnProgress |
     run = read_run(open_store(chosen.path))
     names = [step.name for step in run.steps if step.is_committed and chosen.has_step(step.number)]
     root = chosen.path.rstrip("/")
-    found = [(name, verify(f"{root}/{name}", base=base, on_progress=on_progress)) for name in names]
-    if not found:
+    if not names:
         raise SourceNotFoundError("no step in this range is committed", where=f"{root}@{chosen.first}..{chosen.last}")
+
+    def check(name: str) -> tuple[Verification]:
+        return (verify(f"{root}/{name}", base=base, on_progress=on_progress),)
+
+    parts = (ComputedPart(name, 0, partial(check, name)) for name in names)
+    found = [(name, each) for name, [each] in zip(names, compute_parts(parts, Verification), strict=True)]
     return Verification(
         f"{root}@{chosen.first}..{chosen.last}",
         found[-1][1].format,
@@ -248,6 +255,14 @@ def _list_different(reader: Reader, entries: Iterable[TensorEntry]) -> list[Prob
     return problems
 
 
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """What the checksums of one file say."""
+
+    checked: int  # bytes that match
+    problems: tuple[Problem, ...]
+
+
 def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, list[Problem], tuple[str, ...]]:
     """Return the bytes that match their checksums, the problems, and the files without checksums."""
     checked = 0
@@ -257,23 +272,48 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
     if on_progress is not None:
         meter = Meter(sum(checksum.nbytes for checksum in reader.checksums()), on_progress)
     problems: list[Problem] = []
-    algorithms = {**_ALGORITHMS, **reader.algorithms}
-    content = _Content(reader.manifest)
-    blocks = _Blocks(reader, meter)
+    check = _ChecksumCheck(reader, meter)
     try:
-        for checksum in reader.checksums():
-            without.pop(checksum.file, None)
-            if checksum.algorithm not in algorithms:
-                return checked, [*problems, _unknown_kind(checksum)], ()
-            value = algorithms[checksum.algorithm](blocks.read(checksum))
-            if value == checksum.value:
-                checked += checksum.nbytes
-            elif len(problems) < _MAX_FAULTS:
-                problems.append(_mismatch(reader, checksum, value, content))
+        for [found] in compute_parts(check.list_parts(without), FileCheck):
+            checked += found.checked
+            problems += found.problems[: _MAX_FAULTS - len(problems)]
     except CheckpointError as error:
         problems.append(from_error(error, reader.store.url))
     problems += _list_changed_sizes(reader, lambda size, saved: size > saved)
     return checked, problems, () if problems else tuple(without)
+
+
+class _ChecksumCheck:
+    """Compares the stored checksums of files."""
+
+    def __init__(self, reader: Reader, meter: Meter) -> None:
+        self._reader = reader
+        self._algorithms = {**_ALGORITHMS, **reader.algorithms}
+        self._content = _Content(reader.manifest)
+        self._blocks = _Blocks(reader, meter)
+
+    def list_parts(self, without: dict[str, None]) -> Iterator[ComputedPart]:
+        """Yield a part for each file with checksums, and remove the file from `without`."""
+        for file, group in groupby(self._reader.checksums(), lambda checksum: checksum.file):
+            without.pop(file, None)
+            checksums = [*group]
+            yield ComputedPart(file, sum(each.nbytes for each in checksums), partial(self._check_file, checksums))
+
+    def _check_file(self, checksums: Sequence[Checksum]) -> tuple[FileCheck]:
+        checked, problems = 0, list[Problem]()
+        try:
+            for checksum in checksums:
+                if checksum.algorithm not in self._algorithms:
+                    problems.append(_unknown_kind(checksum))
+                    break
+                value = self._algorithms[checksum.algorithm](self._blocks.read(checksum))
+                if value == checksum.value:
+                    checked += checksum.nbytes
+                elif len(problems) < _MAX_FAULTS:
+                    problems.append(_mismatch(self._reader, checksum, value, self._content))
+        except CheckpointError as error:
+            problems.append(from_error(error, self._reader.store.url))
+        return (FileCheck(checked, tuple(problems)),)
 
 
 def _unknown_kind(checksum: Checksum) -> Problem:

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardckpt.errors import MissingFileError, ShardckptError, SourceNotFoundError, escape
@@ -15,6 +16,7 @@ from shardckpt.notebook import draw_in_notebooks
 from shardckpt.offline.compare.canonical import STEP_SLOT
 from shardckpt.offline.prune import StepInfo, ls
 from shardckpt.offline.report_html import render_page, require_report_target, write_page
+from shardckpt.offline.results.computed_parts import ComputedPart, compute_parts
 from shardckpt.offline.results.tensor_stats import STATS, History, StepStats, TensorStats
 from shardckpt.offline.select.options import parse_globs, parse_part
 from shardckpt.offline.stats import stats
@@ -54,13 +56,12 @@ def history(
     if html:
         require_report_target(html)
     chosen = ChosenTensors.parse(part, include, exclude)
-    steps, warnings = list[StepStats](), list[str]()
-    for step in list_complete(root):
-        try:
-            steps.append(chosen.measure(step))
-        except StepRemovedError as error:
-            warnings.append(str(error))
-    found = History(root, tuple(steps), tuple(warnings))
+    listed = list_complete(root)
+    measure = partial(_measure_if_there, chosen)
+    parts = (ComputedPart(f"step {step.number}", 0, partial(measure, step)) for step in listed)
+    measured = [*zip(listed, compute_parts(parts, StepStats), strict=True)]
+    warnings = tuple(str(_removed_error(step)) for step, stats in measured if not stats)
+    found = History(root, tuple(each for _, stats in measured for each in stats), warnings)
     if html:
         write_page(_render(found), html)
     return found
@@ -81,6 +82,18 @@ def list_complete(root: str) -> tuple[StepInfo, ...]:
 
 class StepRemovedError(MissingFileError):
     """A step was removed while it was read."""
+
+
+def _removed_error(step: StepInfo) -> StepRemovedError:
+    return StepRemovedError("the step was removed while it was read", where=step.path)
+
+
+def _measure_if_there(chosen: ChosenTensors, step: StepInfo) -> tuple[StepStats, ...]:
+    """Return a step's statistics; nothing for a step that is removed meanwhile."""
+    try:
+        return (chosen.measure(step),)
+    except StepRemovedError:
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,7 @@ class ChosenTensors:
         except ShardckptError as error:
             if _is_there(step):
                 raise
-            raise StepRemovedError("the step was removed while it was read", where=step.path) from error
+            raise _removed_error(step) from error
         return StepStats(step.number, step.path, found.tensors, found.left_out)
 
 

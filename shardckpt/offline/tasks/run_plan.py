@@ -11,17 +11,20 @@ from typing import Any
 from shardckpt.errors import TargetExistsError, UsageError
 from shardckpt.events.progress import OnProgress
 from shardckpt.notebook import Result
-from shardckpt.offline.results.contents import Report
+from shardckpt.offline.results.comparison import Comparison
+from shardckpt.offline.results.contents import Report, Verification
+from shardckpt.offline.results.tensor_stats import History, Statistics
 from shardckpt.offline.tasks.part_results import PartResults, find_missing_tasks, format_numbers
 from shardckpt.offline.tasks.task_plan import TaskPlan, encode_arguments, parse_share, read_plan
 from shardckpt.offline.tasks.verbs import find_work
-from shardckpt.readers.registry import resolve_step
+from shardckpt.readers.step_paths import resolve_range
 from shardckpt.storage.resolve_url import as_url, kind, open_place, split
 
 __all__ = ["PlanStatus", "commit_plan", "discard_plan", "plan_tasks", "read_plan_status", "run_task"]
 
 PathText = str | os.PathLike[str]
-_STEPS = ("src", "base", "adapter")  # arguments that may name a step such as `RUN@latest`
+CommittedResult = Report | Verification | Statistics | Comparison | History
+_STEPS = ("src", "a", "b", "base", "adapter")  # arguments that may name a step such as `RUN@latest`
 _NOT_STORED = ("on_progress", "dry_run", "parallel")
 
 
@@ -64,7 +67,8 @@ def plan_tasks(
 
     Args:
         plan: Path or URL of the file to write.
-        verb: Name of a function: `consolidate`, `convert`, `reshard`, `rekey` or `merge_adapter`.
+        verb: Name of a function: `consolidate`, `convert`, `reshard`, `rekey`, `merge_adapter`; `verify`, `stats`,
+            `diff`, `history`.
         sources: Positional arguments of the function, such as its source and target.
         tasks: Maximum number of tasks; 0 for one per output file.
         arguments: Keyword arguments of the function.
@@ -111,7 +115,10 @@ def _resolve(value: Any) -> Any:
     """Return the path of a step in place of `RUN@latest`, which may be another step when a task starts."""
     if isinstance(value, list):
         return [_resolve(each) for each in value]
-    return resolve_step(value) if isinstance(value, str) and value else value
+    if not isinstance(value, str) or not value:
+        return value
+    chosen = resolve_range(value)
+    return chosen.path if chosen.is_all else value
 
 
 def run_task(
@@ -152,7 +159,7 @@ def run_task(
     return replace(status, done=tuple(part.name for part in rest), skipped=tuple(skipped))
 
 
-def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Report:
+def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> CommittedResult:
     """Publish the result of a plan once all of its tasks have ended.
 
     Args:
@@ -160,7 +167,7 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Rep
         on_progress: As for the planned function.
 
     Returns:
-        Report of the planned function.
+        Result of the planned function.
 
     Raises:
         UsageError: Tasks have not ended (the message has their numbers), or the source has changed. Nothing is written.
@@ -173,9 +180,9 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Rep
     results.require_started()
     found = results.read_all()
     results.mark_commit()
-    report: Report = find_work(stored.verb).commit(stored, found, on_progress)
+    result: CommittedResult = find_work(stored.verb).commit(stored, found, on_progress)
     results.remove()
-    return report
+    return result
 
 
 def discard_plan(plan: PathText) -> None:

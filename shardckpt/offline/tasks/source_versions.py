@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 from shardckpt.manifest import Manifest
-from shardckpt.storage.resolve_url import kind, local_path, open_remote, open_store, split
+from shardckpt.storage.replaceable import files_below
+from shardckpt.storage.resolve_url import kind, local_path, open_remote, open_store, split, split_step_suffix
 from shardckpt.storage.store import convert_os_errors
 from shardckpt.storage.thread_pool import ThreadPool
 
@@ -39,23 +40,32 @@ def read_versions(url: str, names: Collection[str]) -> dict[str, str]:
 
 
 def digest_sources(url: str, manifest: Manifest, paths: Iterable[str]) -> str:
-    """Return a digest over the source's files, and over other files and folders that the work reads."""
+    """Return a digest over a checkpoint's files, and over other files and folders that the work reads."""
     own = [name for name in manifest.files if name not in manifest.elsewhere]
-    sizes = {name: manifest.files[name] for name in manifest.elsewhere if name in manifest.files}
-    rows = [*sizes.items(), *_find_versions(url, own).items()]
+    versions = read_versions(url, own) if kind(url) == "folder" else dict.fromkeys(own, "")
+    others = {name: str(manifest.files[name]) for name in manifest.elsewhere if name in manifest.files}
+    return _digest({**others, **versions}, digest_paths(paths))
+
+
+def digest_paths(paths: Iterable[str]) -> str:
+    """Return a digest over files, and all files in folders; text that names neither counts as text."""
+    rows: dict[str, str] = {}
     for path in paths:
-        rows += [(path, ""), *_find_versions(*_list_files(path)).items()]
-    text = "\n".join(f"{name}\0{version}" for name, version in sorted((str(a), str(b)) for a, b in rows))
+        what, run = kind(path), split_step_suffix(path)
+        if what == "missing" and run is not None:  # several steps
+            path, what = run[0], kind(run[0])
+        if what == "file":
+            parent, name = split(path)
+            rows[path] = read_version(parent, name)
+        elif what == "folder":
+            store = open_store(path)
+            names = list(files_below(store.list, "", path))
+            rows.update({f"{path}/{name}": version for name, version in read_versions(path, names).items()})
+        else:
+            rows[path] = ""
+    return _digest(rows)
+
+
+def _digest(rows: Mapping[str, str], *more: str) -> str:
+    text = "\n".join([*(f"{name}\0{version}" for name, version in sorted(rows.items())), *more])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _find_versions(url: str, names: Collection[str]) -> Mapping[str, str]:
-    return read_versions(url, names) if kind(url) == "folder" else dict.fromkeys(names, "")
-
-
-def _list_files(path: str) -> tuple[str, list[str]]:
-    """Return a folder and the files directly in it; for a file, its folder and its name."""
-    if kind(path) == "file":
-        parent, name = split(path)
-        return parent, [name]
-    return path, [entry.name for entry in open_store(path).list() if not entry.is_folder]

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from shardckpt.errors import FormatError, UnsupportedError, UsageError
-from shardckpt.storage.resolve_url import as_url, fix_folder, open_store, split
+from shardckpt.plan.layout.output_files import share_out
+from shardckpt.storage.resolve_url import as_url, fix_folder, open_store, split, split_step_suffix
 from shardckpt.storage.store import read_bytes
 
 FORMAT = "shardckpt-plan"
@@ -109,12 +110,29 @@ def _encode_value(value: object, name: str) -> Any:
     raise UsageError(f"a plan cannot store `{name}`", found=repr(value), expected="text, numbers, lists or dicts")
 
 
-_PATHS = frozenset({"src", "base", "adapter", "shapes_from", "config_from", "param_names", "rules"})
+_WRITTEN = ("dst", "html")
+_SOURCES = ("src", "a", "b", "root", "base", "adapter", "shapes_from", "config_from", "param_names", "rules")
 
 
 def _fix_path(text: str, name: str) -> str:
-    is_path = name == "dst" or (name in _PATHS and "://" not in text and os.path.exists(os.path.expanduser(text)))
-    return fix_folder(as_url(text)) if is_path else text
+    if name in _WRITTEN:
+        return fix_folder(as_url(text)) if text else text
+    run, at, suffix = text.rpartition("@") if split_step_suffix(text) else (text, "", "")
+    is_path = name in _SOURCES and "://" not in run and os.path.exists(os.path.expanduser(run))
+    return f"{fix_folder(as_url(run))}{at}{suffix}" if is_path else text
+
+
+def list_paths(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the sources that arguments name: checkpoints, and files with options."""
+    given = [arguments[name] for name in _SOURCES if arguments.get(name)]
+    paths = [path for each in given for path in (each.values() if isinstance(each, dict) else [each])]
+    return [path for each in paths for path in ([each] if isinstance(each, str) else each)]
+
+
+def share_parts(parts: Sequence[WorkPart], count: int) -> tuple[tuple[WorkPart, ...], ...]:
+    """Assign parts to at most `count` tasks, the largest first, to the least loaded one; 0 for a task a part."""
+    shares = share_out(parts, min(count or len(parts), len(parts)) or 1)
+    return tuple(map(tuple, shares))
 
 
 def read_plan(path: str | os.PathLike[str]) -> TaskPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from shardckpt.errors import UsageError
+from shardckpt.offline.tasks.computed_values import ComputedWork
 from shardckpt.offline.tasks.work import Work
 from shardckpt.offline.tasks.written_files import FileWork
 
@@ -17,11 +18,19 @@ _WRITTEN = {
     "rekey": "shardckpt.offline.rekey",
     "reshard": "shardckpt.offline.reshard",
 }
+_COMPUTED = {
+    "diff": "shardckpt.offline.diff",
+    "history": "shardckpt.offline.run_history.history",
+    "stats": "shardckpt.offline.stats",
+    "verify": "shardckpt.offline.verify",
+}
 
 
 def find_work(verb: str) -> Work:
     """Return how a verb's work is shared. Raises UsageError for other verbs."""
-    home = _WRITTEN.get(verb)
+    home = _WRITTEN.get(verb) or _COMPUTED.get(verb)
     if home is None:
-        raise UsageError("a plan needs a verb that can be shared", found=repr(verb), expected=", ".join(_WRITTEN))
-    return FileWork(getattr(import_module(home), verb))
+        known = ", ".join(sorted({*_WRITTEN, *_COMPUTED}))
+        raise UsageError("a plan needs a verb that can be shared", found=repr(verb), expected=known)
+    call = getattr(import_module(home), verb)
+    return FileWork(call) if verb in _WRITTEN else ComputedWork(call)

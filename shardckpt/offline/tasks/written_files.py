@@ -16,9 +16,9 @@ from shardckpt.events.progress import OnProgress
 from shardckpt.offline.results.contents import Report
 from shardckpt.offline.tasks.part_results import PartResults, changed_source_error
 from shardckpt.offline.tasks.source_versions import digest_sources, read_version
-from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart
+from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart, list_paths, share_parts
 from shardckpt.offline.tasks.work import Results, bind_arguments
-from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch, share_out, write_by
+from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch, write_by
 from shardckpt.storage.local import make_folders
 from shardckpt.storage.publish import JoinedPublication, require_files, start_publication
 from shardckpt.storage.replaceable import FileKind
@@ -26,8 +26,6 @@ from shardckpt.storage.resolve_url import local_path, open_place, split
 from shardckpt.storage.store import convert_os_errors
 
 __all__ = ["FileWork"]
-
-_OTHER_SOURCES = ("adapter", "shapes_from", "config_from", "param_names", "rules")
 
 
 class FileWork:
@@ -130,7 +128,6 @@ def _plan_conversion(conversion: ConversionPlan, new: TaskPlan, count: int) -> T
             "a plan needs a folder as its target on a store", found=target, fix="One file has one task: use no plan."
         )
     files = conversion.plan_layout(suffix, save_id).payload
-    shares = share_out(files, min(count or len(files), len(files)) or 1)
     parent, name = split(target)
     folder = f"{parent.rstrip('/')}/.{name}.tasks-{new.id}"
     return replace(
@@ -140,7 +137,7 @@ def _plan_conversion(conversion: ConversionPlan, new: TaskPlan, count: int) -> T
         unique_suffix=suffix,
         save_id=save_id,
         sources=_digest_sources(conversion, new.arguments),
-        tasks=tuple(tuple(WorkPart(file.name, file.nbytes) for file in share) for share in shares),
+        tasks=share_parts([WorkPart(file.name, file.nbytes) for file in files], count),
     )
 
 
@@ -154,8 +151,8 @@ def _plan_again(plan: TaskPlan, conversion: ConversionPlan) -> Layout:
 
 
 def _digest_sources(conversion: ConversionPlan, arguments: Mapping[str, Any]) -> str:
-    others = [arguments.get(name) or [] for name in _OTHER_SOURCES]
-    paths = [path for each in others for path in ([each] if isinstance(each, str) else each)]
+    others = {name: value for name, value in arguments.items() if name != "src"}  # its files are in the manifest
+    paths = list_paths(others)
     if conversion.copied_from is not None:
         paths.append(conversion.copied_from.url)
     reader = conversion.reader

@@ -10,7 +10,6 @@ from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from heapq import heapify, heapreplace
 from typing import TypeAlias, TypeVar
 
 from shardckpt.encodings.safetensors_check import create_checked
@@ -214,18 +213,6 @@ def _write_file(file: OutputFile, stream: TensorStream, publication: Publication
                 fix="This is a fault of the target, not of the checkpoint.",
             )
         return hashes
-
-
-def share_out(files: Sequence[OutputFile], count: int) -> list[list[OutputFile]]:
-    """Assign files to ranks or tasks, the largest first, to the least loaded one; equal in every process."""
-    loads = [(0, rank) for rank in range(count)]
-    heapify(loads)
-    mine: list[list[OutputFile]] = [[] for _ in range(count)]
-    for file in sorted(files, key=lambda each: (-each.nbytes, each.name)):
-        load, rank = loads[0]
-        mine[rank].append(file)
-        heapreplace(loads, (load + file.nbytes, rank))
-    return mine
 
 
 class Stopwatch:

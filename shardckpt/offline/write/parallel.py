@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterator
 
 from shardckpt.events.progress import OnProgress
-from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch, share_out
+from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch
+from shardckpt.plan.layout.output_files import share_out
 from shardckpt.ranks.group import Group
 from shardckpt.ranks.meeting import join_ranks
 from shardckpt.storage.publication import Publication

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import array_nbytes
@@ -152,3 +153,30 @@ def index(files: Sequence[PlannedFile], more: Mapping[str, object] | None = None
         },
         "weight_map": dict(sorted((t.name, file.name) for file in files for t in file.tensors)),
     }
+
+
+class Sized(Protocol):
+    """A file or another piece of work."""
+
+    @property
+    def name(self) -> str:
+        """Name, which decides between equal sizes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+
+_Sized = TypeVar("_Sized", bound=Sized)
+
+
+def share_out(items: Sequence[_Sized], count: int) -> list[list[_Sized]]:
+    """Assign items to ranks or tasks, the largest first, to the least loaded one; equal in every process."""
+    loads = [(0, at) for at in range(count)]
+    heapify(loads)
+    shares: list[list[_Sized]] = [[] for _ in range(count)]
+    for item in sorted(items, key=lambda each: (-each.nbytes, each.name)):
+        load, at = loads[0]
+        shares[at].append(item)
+        heapreplace(loads, (load + max(item.nbytes, 1), at))
+    return shares

@@ -39,7 +39,7 @@ FUNCTIONS = {"stream": "list_versions", "tiers": "list_tiers", "task": "run_task
 """Functions of commands that have another name."""
 
 
-def list_verbs() -> dict[str, type]:
+def list_verbs() -> dict[str, Any]:
     """Return the class of the result of every command that has `--json`."""
     found = {}
     for name, verb in VERBS.items():
@@ -51,11 +51,10 @@ def list_verbs() -> dict[str, type]:
 def build_schema() -> dict[str, Any]:
     """Return the schema of all commands: `#/$defs/VERB` is that of one."""
     verbs, defs = list_verbs(), dict[str, Any]()
-    for cls in dict.fromkeys(verbs.values()):
-        _define(cls, defs)
+    schemas = {name: _schema(kind, defs) for name, kind in verbs.items()}
     version = {"type": "object", "required": ["schema_version"]}
     version["properties"] = {"schema_version": {"const": SCHEMA_VERSION}}
-    of_verbs = {name: {"allOf": [version, _reference(cls)]} for name, cls in verbs.items()}
+    of_verbs = {name: {"allOf": [version, schema]} for name, schema in schemas.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"JSON of the shardckpt command, version {SCHEMA_VERSION}",

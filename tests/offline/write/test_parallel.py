@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.offline.write.conversion import share_out
+from shardckpt.plan.layout.output_files import share_out
 from tests.kit.ranks.harness import raised_everywhere, run
 from tests.kit.runs.command import Outcome, run_here
 

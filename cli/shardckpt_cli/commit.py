@@ -1,0 +1,39 @@
+"""`shardckpt commit`: what the tasks of a plan did, as the planned verb shows it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardckpt_cli import compare, consolidate, options, output, plans, stats, verify
+
+_SHOW = {
+    "Comparison": compare.show_comparison,
+    "History": stats.show_history,
+    "Report": consolidate.show_report,
+    "Statistics": stats.show_stats,
+    "Verification": verify.show_verification,
+}
+
+
+def commit(
+    plan: plans.Plan,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Remove what the tasks wrote, and leave the target as it is.")
+    ] = False,
+    as_json: options.AllAsJson = False,
+) -> None:
+    """Publish a plan's result, or print it, once all of its tasks have ended.
+
+    Exits as the planned verb does.
+    """
+    import shardckpt
+
+    if discard:
+        options.refuse_idle(True, "with --discard", {"--json": as_json})
+        shardckpt.discard_plan(plan)
+        return
+    with output.show_progress(quiet=as_json) as on_progress:
+        result = shardckpt.commit_plan(plan, on_progress=on_progress)
+    _SHOW[type(result).__name__](result, as_json=as_json)  # type: ignore[operator]

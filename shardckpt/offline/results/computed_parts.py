@@ -1,0 +1,48 @@
+"""Values that a verb computes one by one: in this process, or in the tasks of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeAlias
+
+
+class ComputedPart(NamedTuple):
+    """A part of a result that can be computed by itself.
+
+    Attributes:
+        name: Name of a file, tensor or step.
+        nbytes: Bytes that are read for it, at most; 0 if unknown.
+        compute: Returns its records, usually one. They are dataclasses that `encodings.typed_json` takes.
+    """
+
+    name: str
+    nbytes: int
+    compute: Callable[[], tuple[Any, ...]]
+
+
+Compute: TypeAlias = "Callable[[Iterable[ComputedPart], type], Iterator[tuple[Any, ...]]]"
+
+_given: ContextVar[Compute | None] = ContextVar("given", default=None)
+
+
+@contextmanager
+def compute_by(compute: Compute | None) -> Iterator[None]:
+    """Let verbs in this context take the values of parts from a function; None computes them."""
+    token = _given.set(compute)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def compute_parts(parts: Iterable[ComputedPart], record: type) -> Iterator[tuple[Any, ...]]:
+    """Yield the records of each part, in order.
+
+    Args:
+        parts: All parts.
+        record: Class of the records.
+    """
+    compute = _given.get()
+    return (part.compute() for part in parts) if compute is None else compute(parts, record)

@@ -1,0 +1,117 @@
+"""Tasks that read checkpoints: each computes some parts of a result, such as the checksums of a file.
+
+As for tasks that write, each makes the verb's own call. The commit makes it once more, with the stored values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardckpt.encodings import typed_json
+from shardckpt.events.progress import OnProgress
+from shardckpt.offline.results.computed_parts import Compute, ComputedPart, compute_by
+from shardckpt.offline.tasks.part_results import PartResults, changed_source_error
+from shardckpt.offline.tasks.source_versions import digest_paths
+from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart, list_paths, share_parts
+from shardckpt.offline.tasks.work import Results, bind_arguments
+from shardckpt.storage.resolve_url import split
+
+__all__ = ["ComputedWork"]
+
+
+class _Ended(BaseException):
+    """Ends a verb's call once a plan or a task has what it needs. Not an Exception, so that verbs do not handle it."""
+
+
+class ComputedWork:
+    """The work of a verb that only reads.
+
+    Args:
+        call: The verb; takes its JSON arguments by name.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def bind(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the verb's arguments by name. Raises UsageError."""
+        return bind_arguments(self._call, positional, given)
+
+    def plan(self, new: TaskPlan, count: int, url: str) -> TaskPlan:
+        """Return the plan with the parts, shared among at most `count` tasks; 0 for a task a part."""
+        found: list[WorkPart] = []
+
+        def list_parts(parts: Iterable[ComputedPart], _record: type) -> Iterator[tuple[Any, ...]]:
+            found.extend(WorkPart(name, part.nbytes) for name, part in _name_parts(parts))
+            raise _Ended
+
+        self._run(list_parts, new.arguments, None)
+        parent, name = split(url)
+        return replace(
+            new,
+            folder=f"{parent.rstrip('/')}/.{name}.tasks-{new.id}",
+            sources=digest_paths(list_paths(new.arguments)),
+            tasks=share_parts(found, count),
+        )
+
+    def run(self, plan: TaskPlan, parts: Sequence[WorkPart], on_progress: OnProgress | None) -> None:
+        """Compute some parts. Raises UsageError if the source has changed."""
+        _require_same_sources(plan)
+        left, results = {part.name: part for part in parts}, PartResults(plan)
+
+        def compute_some(parts: Iterable[ComputedPart], _record: type) -> Iterator[tuple[Any, ...]]:
+            for name, part in _name_parts(parts):
+                if name in left:
+                    with compute_by(None):
+                        values = part.compute()
+                    results.write(left.pop(name), {"values": [typed_json.encode(value) for value in values]})
+            raise _Ended
+
+        self._run(compute_some, plan.arguments, on_progress)
+        if left:
+            raise changed_source_error(", ".join(list_paths(plan.arguments)))
+
+    def is_done(self, plan: TaskPlan, part: WorkPart, result: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """Return True if a part has its values."""
+        return isinstance(result.get("values"), list)
+
+    def commit(self, plan: TaskPlan, results: Results, on_progress: OnProgress | None) -> Any:
+        """Make the call with the stored values, and return its result."""
+        _require_same_sources(plan)
+
+        def take_stored(parts: Iterable[ComputedPart], record: type) -> Iterator[tuple[Any, ...]]:
+            for name, _ in _name_parts(parts):
+                if name not in results:
+                    raise changed_source_error(", ".join(list_paths(plan.arguments)))
+                stored = results[name].get("values")
+                yield tuple(typed_json.decode(record, value, where=name) for value in stored or ())
+
+        return self._run(take_stored, plan.arguments, on_progress)
+
+    def discard(self, plan: TaskPlan) -> None:
+        """Do nothing: tasks write into the plan's folder alone."""
+
+    def _run(self, compute: Compute, arguments: Mapping[str, Any], on_progress: OnProgress | None) -> Any:
+        takes_progress = "on_progress" in inspect.signature(self._call).parameters
+        try:
+            with compute_by(compute):
+                return self._call(**arguments, **({"on_progress": on_progress} if takes_progress else {}))
+        except _Ended:
+            return None
+
+
+def _name_parts(parts: Iterable[ComputedPart]) -> Iterator[tuple[str, ComputedPart]]:
+    """Yield parts with unique names."""
+    seen: Counter[str] = Counter()
+    for part in parts:
+        seen[part.name] += 1
+        yield part.name if seen[part.name] == 1 else f"{part.name} #{seen[part.name]}", part
+
+
+def _require_same_sources(plan: TaskPlan) -> None:
+    if digest_paths(list_paths(plan.arguments)) != plan.sources:
+        raise changed_source_error(", ".join(list_paths(plan.arguments)))

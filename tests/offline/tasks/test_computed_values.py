@@ -1,0 +1,141 @@
+"""Verdicts, statistics and comparisons that tasks compute: equal to those of one process."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardckpt
+from shardckpt.errors import FormatError, TargetExistsError, UsageError
+from shardckpt.native.run_directory import step_name
+from shardckpt.offline.tasks.task_plan import read_plan
+
+
+def state(scale: float) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(7)
+    model = {f"layers.{at}.w": scale * torch.randn(20, 30, generator=generator) for at in range(6)}
+    return {"model": {**model, "nan": torch.tensor([float("nan"), scale])}, "epoch": int(scale)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 of a run, whose tensors differ."""
+    root = tmp_path_factory.mktemp("source") / "run"
+    ck = shardckpt.Checkpointer(root)
+    for number in (1, 2):
+        ck.save(number, state(float(number)))
+    return root
+
+
+@pytest.fixture
+def damaged(run: Path, tmp_path: Path) -> Path:
+    """A step of several files, of which two have a wrong bit."""
+    shardckpt.reshard(run / step_name(1), tmp_path / "damaged", world_size=4)
+    for file in sorted((tmp_path / "damaged").glob("*.safetensors"))[1:3]:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    return tmp_path / "damaged"
+
+
+def run_plan(plan: Path, seed: int = 0) -> object:
+    numbers = [*range(shardckpt.read_plan_status(plan).task_count)]
+    random.Random(seed).shuffle(numbers)
+    for number in numbers:
+        shardckpt.run_task(plan, number)
+    return shardckpt.commit_plan(plan)
+
+
+@pytest.mark.parametrize("tasks", [0, 2])
+@pytest.mark.parametrize("verb", ["verify", "stats", "history", "diff", "verify a range"])
+def test_tasks_return_what_one_process_returns(verb, tasks, run, tmp_path):
+    steps = [run / step_name(number) for number in (1, 2)]
+    sources = {"verify": steps[:1], "stats": steps[:1], "history": [run], "diff": steps}.get(verb, [f"{run}@1..2"])
+    verb = verb.partition(" ")[0]
+    shardckpt.plan_tasks(tmp_path / "p", verb, *sources, tasks=tasks)
+    assert repr(run_plan(tmp_path / "p")) == repr(getattr(shardckpt, verb)(*sources))
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_verdict_names_all_damaged_files(damaged, tmp_path):
+    status = shardckpt.plan_tasks(tmp_path / "p", "verify", damaged)
+    assert status.task_count == 4
+    found = run_plan(tmp_path / "p")
+    assert found == shardckpt.verify(damaged)
+    assert len({problem.file for problem in found.problems}) == 2
+
+
+def test_options_reach_the_tasks(run, tmp_path):
+    step = run / step_name(1)
+    shardckpt.plan_tasks(tmp_path / "p", "stats", step, include=["*.0.w", "nan"])
+    assert [tensor.name for tensor in run_plan(tmp_path / "p").tensors] == ["layers.0.w", "nan"]
+    steps = [run / step_name(number) for number in (1, 2)]
+    shardckpt.plan_tasks(tmp_path / "q", "diff", *steps, atol=100.0, html=tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+    assert run_plan(tmp_path / "q").differences == ()
+    assert (tmp_path / "page.html").exists()
+
+
+def test_what_is_computed_is_not_computed_again(run, tmp_path, monkeypatch):
+    shardckpt.plan_tasks(tmp_path / "p", "stats", run / step_name(1), tasks=2)
+    shardckpt.run_task(tmp_path / "p", 0)
+    status = shardckpt.run_task(tmp_path / "p", share="1/1")
+    assert len(status.done) + len(status.skipped) == 7 and len(status.skipped) in (3, 4)
+
+
+def test_a_source_that_changed_is_refused(damaged, tmp_path):
+    shardckpt.plan_tasks(tmp_path / "p", "verify", damaged)
+    for number in range(4):
+        shardckpt.run_task(tmp_path / "p", number)
+    file = next(damaged.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes())
+    with pytest.raises(UsageError, match="changed since the plan was made"):
+        shardckpt.commit_plan(tmp_path / "p")
+    next((Path(read_plan(tmp_path / "p").folder) / "results").iterdir()).unlink()
+    with pytest.raises(UsageError, match="changed since the plan was made"):
+        shardckpt.run_task(tmp_path / "p", share="1/1")
+
+
+def test_a_step_of_a_range_that_changed_is_refused(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    shardckpt.plan_tasks(tmp_path / "p", "verify", f"{tmp_path}/run@1..2")
+    file = next((tmp_path / "run" / step_name(2)).glob("*.safetensors"))
+    file.write_bytes(file.read_bytes())
+    with pytest.raises(UsageError, match="changed since the plan was made"):
+        shardckpt.run_task(tmp_path / "p", 0)
+
+
+def test_values_of_another_form_are_refused(run, tmp_path):
+    shardckpt.plan_tasks(tmp_path / "p", "stats", run / step_name(1), tasks=1)
+    shardckpt.run_task(tmp_path / "p", 0)
+    plan = read_plan(tmp_path / "p")
+    result = next((Path(plan.folder) / "results").iterdir())
+    for values in ([{"name": 3}], ["x"], [None]):
+        result.write_text(json.dumps({"plan": plan.id, "result": {"values": values}}))
+        with pytest.raises(FormatError):
+            shardckpt.commit_plan(tmp_path / "p")
+    for text in ("", "[]", '{"plan": 1}', json.dumps({"plan": plan.id, "result": []})):
+        result.write_text(text)
+        with pytest.raises(UsageError, match="1 of 1 tasks have not ended"):
+            shardckpt.commit_plan(tmp_path / "p")
+
+
+def test_a_discarded_plan_leaves_nothing(run, tmp_path):
+    shardckpt.plan_tasks(tmp_path / "p", "stats", run / step_name(1), tasks=1)
+    shardckpt.run_task(tmp_path / "p", 0)
+    with pytest.raises(TargetExistsError):
+        shardckpt.plan_tasks(tmp_path / "p", "stats", run / step_name(1))
+    shardckpt.discard_plan(tmp_path / "p")
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_step_that_is_removed_meanwhile_is_a_warning(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    shardckpt.plan_tasks(tmp_path / "p", "history", tmp_path / "run", tasks=1)
+    found = run_plan(tmp_path / "p")
+    assert [step.number for step in found.steps] == [1, 2] and found.warnings == ()
