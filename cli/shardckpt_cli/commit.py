@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from shardckpt_cli import compare, consolidate, options, output, plans, stats, verify
+from shardckpt_cli import compare, consolidate, copy, options, output, plans, stats, verify
 
 _SHOW = {
     "Comparison": compare.show_comparison,
+    "Copied": copy.show_copied,
     "History": stats.show_history,
     "Report": consolidate.show_report,
     "Statistics": stats.show_stats,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt_cli import exits, options, output
+from shardckpt_cli import exits, options, output, plans
 
 if TYPE_CHECKING:
     from shardckpt.results import Copied
@@ -22,6 +22,8 @@ def copy(
         bool, typer.Option("--dry-run", help="Check source and target, and print the plan; write nothing.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace steps in DST that differ.")] = False,
+    plan: options.PlanFile = "",
+    tasks: options.TaskCount = 0,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -31,18 +33,23 @@ def copy(
     """
     import shardckpt
 
+    given: dict[str, Any] = {"overwrite": overwrite, "dry_run": dry_run}
+    if plans.has_planned("copy", [src, dst], given, plan, tasks, quiet=quiet, as_json=as_json):
+        return
     exits.on_interrupt_message("steps copied so far are complete, others do not exist")
     with output.show_progress(quiet=quiet or as_json) as on_progress:
-        done = shardckpt.copy(src, dst, overwrite=overwrite, dry_run=dry_run, on_progress=on_progress)
-    if as_json:
-        output.print_json(done)
-    elif not quiet:
-        _show(done)
+        done = shardckpt.copy(src, dst, on_progress=on_progress, **given)
+    show_copied(done, quiet=quiet, as_json=as_json)
 
 
-def _show(done: Copied) -> None:
+def show_copied(done: Copied, *, quiet: bool = False, as_json: bool) -> None:
+    """Print what was copied."""
     from shardckpt.errors import escape
 
+    if as_json:
+        output.print_json(done)
+    if as_json or quiet:
+        return
     output.warn(done.warnings)
     output.show_incomplete(done.incomplete)
     output.left_out(done.other_content)

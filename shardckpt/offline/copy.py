@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from shardckpt.errors import (
@@ -28,6 +29,7 @@ from shardckpt.native.stored_folders import StoredFolder, read_blocks, read_stor
 from shardckpt.native.verified_store import VerifiedStore
 from shardckpt.notebook import Result
 from shardckpt.offline.prune import StepInfo, describe_steps
+from shardckpt.offline.results.computed_parts import ComputedPart, compute_parts
 from shardckpt.reader import NESTED_STEP, Source
 from shardckpt.readers.registry import checkpoint_in, find_nested_step
 from shardckpt.readers.run_start import require_start_of_run
@@ -74,6 +76,12 @@ class Copied(Result):
     warnings: tuple[str, ...] = ()
     dry_run: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class CopiedFolder(NamedTuple):
+    """A folder that was copied."""
+
+    name: str
 
 
 class _Transfer(NamedTuple):
@@ -165,10 +173,16 @@ def copy(
         require_space(os.path.abspath(path), _count_needed_bytes(missing))
     meter = Meter(sum(transfer.folder.nbytes for transfer in missing), on_progress)
     checked = time.perf_counter()
-    for transfer in missing:
-        if not dry_run:
-            with _noticing_removal(transfer.folder):
-                _copy_folder(transfer, meter, overwrite=overwrite)
+    parts = (
+        ComputedPart(
+            group[0].shown,
+            sum(transfer.folder.nbytes for transfer in group),
+            partial(_copy_group, group, meter, overwrite=overwrite, dry_run=dry_run),
+        )
+        for group in _group_by_references(transfers)
+    )
+    copied = {each.name for found in compute_parts(parts, CopiedFolder) for each in found}
+    missing = [transfer for transfer in transfers if transfer.shown in copied]
     if not dry_run:
         warnings += [note for transfer in transfers for note in _copy_witness(transfer)]
     hashed = [f for t in missing for f in t.folder.files.values() if f.hashes is not None]
@@ -177,7 +191,7 @@ def copy(
         src,
         dst,
         copied=tuple(transfer.shown for transfer in missing),
-        present=tuple(transfer.shown for transfer in transfers if transfer.is_present),
+        present=tuple(transfer.shown for transfer in transfers if transfer.shown not in copied),
         nbytes=sum(transfer.folder.nbytes for transfer in missing),
         checked_bytes=sum(file.nbytes for file in hashed) + sum(manifests),
         incomplete=source.incomplete,
@@ -307,6 +321,30 @@ def _noticing_removal(folder: StoredFolder) -> Iterator[None]:
                 fix="Copy the run again: steps that were copied completely are not read again.",
             ) from error
         raise
+
+
+def _group_by_references(transfers: Sequence[_Transfer]) -> list[list[_Transfer]]:
+    """Return folders that refer to each other together, in order: a step never appears before what it refers to."""
+    group_of: dict[str, list[_Transfer]] = {}
+    for transfer in transfers:
+        commit = transfer.folder.commit
+        named = [sibling(url) for url in commit.bases] if commit else []
+        found = {id(group): group for name in named if name and (group := group_of.get(name))}
+        joined = sorted([*(each for group in found.values() for each in group), transfer], key=transfers.index)
+        for member in joined:
+            group_of[member.folder.name] = joined
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _copy_group(
+    group: Sequence[_Transfer], meter: Meter, *, overwrite: bool, dry_run: bool
+) -> tuple[CopiedFolder, ...]:
+    """Copy folders that the target lacks, and return these."""
+    missing = [transfer for transfer in group if not transfer.is_present]
+    for transfer in missing if not dry_run else ():
+        with _noticing_removal(transfer.folder):
+            _copy_folder(transfer, meter, overwrite=overwrite)
+    return tuple(CopiedFolder(transfer.shown) for transfer in missing)
 
 
 def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 from shardckpt.errors import TargetExistsError, UsageError
 from shardckpt.events.progress import OnProgress
+from shardckpt.native.run_directory import read_run
 from shardckpt.notebook import Result
+from shardckpt.offline.copy import Copied
 from shardckpt.offline.results.comparison import Comparison
 from shardckpt.offline.results.contents import Report, Verification
 from shardckpt.offline.results.tensor_stats import History, Statistics
@@ -18,13 +20,14 @@ from shardckpt.offline.tasks.part_results import PartResults, find_missing_tasks
 from shardckpt.offline.tasks.task_plan import TaskPlan, encode_arguments, parse_share, read_plan
 from shardckpt.offline.tasks.verbs import find_work
 from shardckpt.readers.step_paths import resolve_range
-from shardckpt.storage.resolve_url import as_url, kind, open_place, split
+from shardckpt.storage.resolve_url import as_url, kind, open_place, open_store, split, split_step_suffix
 
 __all__ = ["PlanStatus", "commit_plan", "discard_plan", "plan_tasks", "read_plan_status", "run_task"]
 
 PathText = str | os.PathLike[str]
-CommittedResult = Report | Verification | Statistics | Comparison | History
+CommittedResult = Report | Copied | Verification | Statistics | Comparison | History
 _STEPS = ("src", "a", "b", "base", "adapter")  # arguments that may name a step such as `RUN@latest`
+_RUNS = {"copy": ("src",), "history": ("root",)}  # arguments that may be a run
 _NOT_STORED = ("on_progress", "dry_run", "parallel")
 
 
@@ -67,8 +70,8 @@ def plan_tasks(
 
     Args:
         plan: Path or URL of the file to write.
-        verb: Name of a function: `consolidate`, `convert`, `reshard`, `rekey`, `merge_adapter`; `verify`, `stats`,
-            `diff`, `history`.
+        verb: Name of a function: `consolidate`, `convert`, `reshard`, `rekey`, `merge_adapter`; `copy`, `verify`,
+            `stats`, `diff`, `history`.
         sources: Positional arguments of the function, such as its source and target.
         tasks: Maximum number of tasks; 0 for one per output file.
         arguments: Keyword arguments of the function.
@@ -95,6 +98,9 @@ def plan_tasks(
     for name in _STEPS:
         if name in given:
             given[name] = _resolve(given[name])
+    for name in _RUNS.get(verb, ()):
+        if name in given:
+            given[name] = _fix_steps(given[name])
     new = TaskPlan(secrets.token_hex(4), verb, given, "", "", "", "", "", ())
     parent, name = split(url)
     made = work.plan(new, tasks, url)
@@ -119,6 +125,14 @@ def _resolve(value: Any) -> Any:
         return value
     chosen = resolve_range(value)
     return chosen.path if chosen.is_all else value
+
+
+def _fix_steps(root: str) -> str:
+    """Return a run's path with the range of its steps: a running training adds others."""
+    if split_step_suffix(root) is not None or kind(root) != "folder":
+        return root
+    numbers = [step.number for step in read_run(open_store(root)).steps if step.is_committed]
+    return f"{root}@{min(numbers)}..{max(numbers)}" if numbers else root
 
 
 def run_task(

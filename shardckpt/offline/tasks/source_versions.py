@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 from shardckpt.manifest import Manifest
+from shardckpt.native.run_directory import is_step_name, step_number
+from shardckpt.readers.step_paths import StepRange, resolve_range
 from shardckpt.storage.replaceable import files_below
 from shardckpt.storage.resolve_url import kind, local_path, open_remote, open_store, split, split_step_suffix
 from shardckpt.storage.store import convert_os_errors
@@ -51,19 +53,26 @@ def digest_paths(paths: Iterable[str]) -> str:
     """Return a digest over files, and all files in folders; text that names neither counts as text."""
     rows: dict[str, str] = {}
     for path in paths:
-        what, run = kind(path), split_step_suffix(path)
-        if what == "missing" and run is not None:  # several steps
-            path, what = run[0], kind(run[0])
+        what, chosen = kind(path), StepRange(path)
+        if what == "missing" and split_step_suffix(path) is not None:
+            chosen = resolve_range(path)
+            path, what = chosen.path, "folder"
         if what == "file":
             parent, name = split(path)
             rows[path] = read_version(parent, name)
         elif what == "folder":
             store = open_store(path)
-            names = list(files_below(store.list, "", path))
+            names = [name for name in files_below(store.list, "", path) if _is_chosen(name, chosen)]
             rows.update({f"{path}/{name}": version for name, version in read_versions(path, names).items()})
         else:
             rows[path] = ""
     return _digest(rows)
+
+
+def _is_chosen(name: str, chosen: StepRange) -> bool:
+    """Return True for a checkpoint's files; in a run, for files of the chosen steps."""
+    folder = name.partition("/")[0]
+    return chosen.is_all or (is_step_name(folder) and chosen.has_step(step_number(folder)))
 
 
 def _digest(rows: Mapping[str, str], *more: str) -> str:

@@ -19,6 +19,7 @@ _WRITTEN = {
     "reshard": "shardckpt.offline.reshard",
 }
 _COMPUTED = {
+    "copy": "shardckpt.offline.copy",
     "diff": "shardckpt.offline.diff",
     "history": "shardckpt.offline.run_history.history",
     "stats": "shardckpt.offline.stats",

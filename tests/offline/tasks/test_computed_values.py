@@ -55,7 +55,7 @@ def run_plan(plan: Path, seed: int = 0) -> object:
 @pytest.mark.parametrize("verb", ["verify", "stats", "history", "diff", "verify a range"])
 def test_tasks_return_what_one_process_returns(verb, tasks, run, tmp_path):
     steps = [run / step_name(number) for number in (1, 2)]
-    sources = {"verify": steps[:1], "stats": steps[:1], "history": [run], "diff": steps}.get(verb, [f"{run}@1..2"])
+    sources = {"verify": steps[:1], "stats": steps[:1], "diff": steps}.get(verb, [f"{run}@1..2"])
     verb = verb.partition(" ")[0]
     shardckpt.plan_tasks(tmp_path / "p", verb, *sources, tasks=tasks)
     assert repr(run_plan(tmp_path / "p")) == repr(getattr(shardckpt, verb)(*sources))
@@ -139,3 +139,29 @@ def test_a_step_that_is_removed_meanwhile_is_a_warning(run, tmp_path):
     shardckpt.plan_tasks(tmp_path / "p", "history", tmp_path / "run", tasks=1)
     found = run_plan(tmp_path / "p")
     assert [step.number for step in found.steps] == [1, 2] and found.warnings == ()
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_run_is_copied_by_tasks_without_steps_that_are_saved_meanwhile(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    status = shardckpt.plan_tasks(tmp_path / "p", "copy", tmp_path / "run", tmp_path / "copy")
+    shardckpt.Checkpointer(tmp_path / "run").save(3, state(3.0))
+    assert status.task_count == 2
+    found = run_plan(tmp_path / "p", seed=1)
+    assert found.copied == (step_name(1), step_name(2)) and found.present == ()
+    expected = {name: data for name, data in read_files(run).items() if name.startswith("step-")}
+    assert {name: data for name, data in read_files(tmp_path / "copy").items() if name.startswith("step-")} == expected
+
+
+def test_steps_that_refer_to_each_other_are_one_part_of_a_copy(tmp_path):
+    ck = shardckpt.Checkpointer(tmp_path / "run", dedup=True)
+    for number in (1, 2, 3):
+        ck.save(number, {"big": torch.ones(3_000_000), "small": torch.full((9,), float(number))})
+    shardckpt.save({"w": torch.ones(2)}, tmp_path / "run" / step_name(4))
+    status = shardckpt.plan_tasks(tmp_path / "p", "copy", tmp_path / "run", tmp_path / "copy")
+    assert status.task_count == 2
+    run_plan(tmp_path / "p")
+    assert all(shardckpt.verify(tmp_path / "copy" / step_name(number)).ok for number in (1, 2, 3, 4))
