@@ -24,10 +24,11 @@ class PartResults:
 
     Args:
         plan: The plan.
+        url: Path or URL of its file, for messages.
     """
 
-    def __init__(self, plan: TaskPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: TaskPlan, url: str = "") -> None:
+        self._plan, self._url = plan, url
         self._store: Store = open_place(plan.folder)
         self._parts = {
             f"{_RESULTS}/{task:06d}-{at:06d}.json": part
@@ -51,7 +52,8 @@ class PartResults:
         if found != data:
             raise StorageError(
                 "the folder of this plan is not here",
-                where=self._plan.folder,
+                where=self._url,
+                found=f"no {self._plan.folder}",
                 fix="Give every machine the same storage. If the plan was committed or discarded, make a new one.",
             )
 
@@ -97,7 +99,7 @@ class PartResults:
         if missing:
             raise UsageError(
                 f"{len(missing)} of {len(self._plan.tasks)} tasks have not ended",
-                where=self._plan.folder,
+                where=self._url,
                 found=f"nothing or less from {format_numbers(missing)}",
                 fix="Run these tasks, then commit again.",
             )

@@ -162,7 +162,7 @@ def run_task(
         raise UsageError("a task is chosen by its number or by a share", found="both" if share else "none")
     numbers = parse_share(share, len(stored.tasks)) if number is None else [number]
     parts = [part for each in numbers for part in stored.get_task(each)]
-    work, results = find_work(stored.verb), PartResults(stored)
+    work, results = find_work(stored.verb), PartResults(stored, as_url(plan))
     results.require_started()
     there = {part.name for part in results.list_done()}
     skipped = {part.name for part in parts if part.name in there and work.is_done(stored, part, results.read(part))}
@@ -190,7 +190,7 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Com
         StorageError: The storage failed, or the plan was committed.
     """
     stored = read_plan(plan)
-    results = PartResults(stored)
+    results = PartResults(stored, as_url(plan))
     results.require_started()
     found = results.read_all()
     results.mark_commit()
@@ -212,7 +212,7 @@ def discard_plan(plan: PathText) -> None:
         StorageError: The storage failed, or the plan was committed.
     """
     stored = read_plan(plan)
-    results = PartResults(stored)
+    results = PartResults(stored, as_url(plan))
     results.require_started()
     if not results.is_commit_marked():
         find_work(stored.verb).discard(stored)
@@ -233,7 +233,7 @@ def read_plan_status(plan: PathText) -> PlanStatus:
         StorageError: The storage failed, or the plan was committed.
     """
     stored = read_plan(plan)
-    results = PartResults(stored)
+    results = PartResults(stored, as_url(plan))
     results.require_started()
     return _describe(stored, [part.name for part in results.list_done()])
 
