@@ -52,6 +52,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.integrations.sinks", "prometheus_client"): "each sink needs its own library only",
     ("shardckpt.integrations.sinks", "torch.utils.tensorboard"): "each sink needs its own library only",
     ("shardckpt.integrations.adapter_steps", "huggingface_hub"): "not each framework has it",
+    ("shardckpt.integrations.sinks", "opentelemetry"): "each sink needs its own library only",
     ("shardckpt.integrations.sinks", "wandb"): "each sink needs its own library only",
     (
         "shardckpt.offline.consolidate",

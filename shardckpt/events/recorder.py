@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
@@ -244,12 +244,14 @@ class Recorder:
         path: As in `OperationEvent`.
         values: Further event attributes.
         phases: Durations in seconds for finished phases, by name.
+        context: Variables of the caller, such as its tracing span, for an event that another thread emits.
     """
 
     kind: type[OperationEvent]
     path: str
     values: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    context: Context = field(default_factory=copy_context)
     _began: float = field(default_factory=time.monotonic)
     _retries: int = field(default_factory=lambda: _RETRIES)
 

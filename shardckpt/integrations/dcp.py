@@ -155,7 +155,7 @@ def async_save(
         except BaseException as error:  # noqa: BLE001  (raised by `result`)
             failure = error
         recorder.values["nbytes"] = getattr(writer, "nbytes", 0)
-        emit(recorder.build(failure))
+        recorder.context.run(emit, recorder.build(failure))
         if failure is None:
             saved.set_result(metadata)
         else:

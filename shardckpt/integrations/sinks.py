@@ -1,4 +1,4 @@
-"""Functions that send events to monitoring systems: JSON lines, TensorBoard, Prometheus, Weights & Biases.
+"""Functions that send events to monitoring systems: files, TensorBoard, Prometheus, OpenTelemetry, Weights & Biases.
 
 Pass one to `shardckpt.events.subscribe`, or as `on_event` to a `Checkpointer`. A sink imports its library and opens its
 file when it is created, since errors at an event are only logged. Threads may call a sink at the same time.
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardckpt.errors import StorageError, UsageError
+from shardckpt.errors import StorageError, UsageError, describe_with_class
 from shardckpt.events import OperationEvent
 
-__all__ = ["JSONLinesSink", "PrometheusSink", "TensorBoardSink", "WandbSink"]
+__all__ = ["JSONLinesSink", "OpenTelemetrySink", "PrometheusSink", "TensorBoardSink", "WandbSink"]
 
 
 class JSONLinesSink:
@@ -68,6 +68,42 @@ class TensorBoardSink:
         for name, value in _numbers(event).items():
             self._writer.add_scalar(f"shardckpt/{event.operation}/{name}", value, event.step)
         self._writer.flush()
+
+
+class OpenTelemetrySink:
+    """Record each event as an OpenTelemetry span, such as `shardckpt.save`.
+
+    Its parent is the caller's current span; for a background save, the span that was current when you started it. The
+    span starts and ends when the event arrives, with the times of the operation, so none is left open.
+
+    Args:
+        tracer_provider: Provider of the tracer; None for the global one.
+
+    Raises:
+        UsageError: The package opentelemetry-api is not installed.
+    """
+
+    def __init__(self, tracer_provider: Any = None) -> None:
+        with _importing("opentelemetry", "opentelemetry-api"):
+            from opentelemetry import trace  # noqa: PLC0415 (an optional library)
+
+        self._failed = trace.StatusCode.ERROR
+        self._tracer = trace.get_tracer("shardckpt", tracer_provider=tracer_provider)
+
+    def __call__(self, event: OperationEvent) -> None:
+        """Record an event."""
+        end = time.time_ns()
+        span = self._tracer.start_span(
+            f"shardckpt.{event.operation}",
+            attributes={f"shardckpt.{name}": value for name, value in _attributes(event).items()},
+            start_time=end - int(event.seconds * 1e9),
+        )
+        for text in event.warnings:
+            span.add_event("warning", {"message": text}, timestamp=end)
+        if event.error is not None:
+            span.record_exception(event.error, timestamp=end)
+            span.set_status(self._failed, describe_with_class(event.error))
+        span.end(end)
 
 
 class PrometheusSink:
@@ -167,13 +203,13 @@ class WandbSink:
 
 
 @contextmanager
-def _importing(package: str) -> Iterator[None]:
+def _importing(package: str, distribution: str = "") -> Iterator[None]:
     """Name the package to install if an import fails."""
     try:
         yield
     except ImportError as error:
         raise UsageError(
-            f"the package {package} cannot be imported", found=error, fix=f"Run pip install {package}."
+            f"the package {package} cannot be imported", found=error, fix=f"Run pip install {distribution or package}."
         ) from error
 
 
@@ -185,6 +221,14 @@ def _writing(path: str) -> Iterator[None]:
     except OSError as error:
         fix = "Make its folder first." if isinstance(error, FileNotFoundError) else ""
         raise StorageError("events cannot be written here", where=path, found=error.strerror, fix=fix) from error
+
+
+def _attributes(event: OperationEvent) -> dict[str, Any]:
+    """Return an event's values by name, as attributes of a span."""
+    values = {**event.as_dict(), **{f"phases.{name}": seconds for name, seconds in event.phases.items()}}
+    elsewhere = {"operation", "seconds", "phases", "warnings", "error"}
+    kinds = (str, int, float, list, tuple)
+    return {name: value for name, value in values.items() if name not in elsewhere and isinstance(value, kinds)}
 
 
 def _numbers(event: OperationEvent) -> dict[str, float]:

@@ -13,7 +13,13 @@ import pytest
 
 from shardckpt.errors import StorageError, UsageError
 from shardckpt.events import OperationEvent, PruneEvent, SaveEvent
-from shardckpt.integrations.sinks import JSONLinesSink, PrometheusSink, TensorBoardSink, WandbSink
+from shardckpt.integrations.sinks import (
+    JSONLinesSink,
+    OpenTelemetrySink,
+    PrometheusSink,
+    TensorBoardSink,
+    WandbSink,
+)
 
 SAVE = SaveEvent("s3://bucket/run/step-6", 2.0, 6, nbytes=10**9, phases={"write": 1.5}, retries=1, warnings=("odd",))
 FAILED = SaveEvent("s3://bucket/run/step-7", 1.0, 7, error=OSError("full"))
@@ -158,18 +164,24 @@ def test_a_missing_folder_is_named_and_a_textfile_exists_before_the_first_event(
 
 
 @pytest.mark.parametrize(
-    ("package", "make"), [("tensorboard", TensorBoardSink), ("prometheus_client", PrometheusSink), ("wandb", WandbSink)]
+    ("package", "make"),
+    [
+        ("tensorboard", TensorBoardSink),
+        ("prometheus_client", PrometheusSink),
+        ("wandb", WandbSink),
+        ("opentelemetry", OpenTelemetrySink),
+    ],
 )
 def test_a_missing_library_is_named(package: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [each for each in sys.modules if each.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UsageError, match=f"the package {package} cannot be imported.* Run pip install {package}."):
+    with pytest.raises(UsageError, match=f"the package {package} cannot be imported.* Run pip install {package}"):
         make(*([tmp_path] if make is TensorBoardSink else []))
 
 
 def test_the_libraries_are_imported_by_their_sinks_only() -> None:
-    names = ("prometheus_client", "tensorboard", "wandb", "torch")
+    names = ("prometheus_client", "tensorboard", "wandb", "opentelemetry", "torch")
     code = f"import sys, shardckpt.integrations.sinks; print([n for n in {names} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

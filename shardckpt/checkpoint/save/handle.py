@@ -77,7 +77,8 @@ class AsyncSaveTask:
     def emit(self, error: BaseException | None) -> None:
         """Emit the save's event, only once, since the save ends now."""
         if self._emitting.acquire(blocking=False):
-            emit(self.recorder.build(error), self._on_event, is_tolerated=self._is_tolerated)
+            event = self.recorder.build(error)
+            self.recorder.context.run(emit, event, self._on_event, is_tolerated=self._is_tolerated)
 
     def claim(self) -> bool:
         """Claim the rest of the save for its thread or an interrupted call; return True for the first claim."""
