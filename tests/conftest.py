@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 
 from shardckpt.storage import retry
+from shardckpt.storage.obstore_client import DRIVER
 from shardckpt.tiers.memory import memory_store, run_folders
 from tests.covering import CHOICES, mark_full
 from tests.kit.ranks.forks import make_forks_cheap
@@ -157,6 +158,15 @@ def s3(s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield front
 
 
+@pytest.fixture(params=["fsspec", "obstore"])
+def s3_driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The driver by which stores reach S3."""
+    if request.param == "obstore":
+        pytest.importorskip("obstore")
+    monkeypatch.setenv(DRIVER, request.param)
+    return str(request.param)
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """URL of an empty bucket in this process; retries do not wait."""
@@ -188,6 +198,28 @@ def azure_container(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of an empty container, removed afterwards with all it holds."""
     _runs_on("Azure", request, "azure_server")
     yield from _new_root("abfs")
+
+
+@pytest.fixture
+def obstore_s3(request: pytest.FixtureRequest, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URL of an empty bucket that stores reach by obstore."""
+    yield from _by_obstore("S3 by obstore", "S3", "s3", request, monkeypatch)
+
+
+@pytest.fixture
+def obstore_azure(request: pytest.FixtureRequest, azure_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URL of an empty container that stores reach by obstore."""
+    yield from _by_obstore("Azure by obstore", "Azure", "abfs", request, monkeypatch)
+
+
+def _by_obstore(
+    store: str, server: str, protocol: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    pytest.importorskip("obstore")
+    _VERSIONS[store] = _VERSIONS[server]
+    _runs_on(store, request)
+    monkeypatch.setenv(DRIVER, "obstore")
+    yield from _new_root(protocol)
 
 
 @pytest.fixture(scope="session")
@@ -233,7 +265,7 @@ def _emptied(fs: MemoryFileSystem) -> None:
 
 # Which stores the tests were run on, told at the end: a server that is missing is no green run of its store.
 
-_STORES = ("local", "memory", "S3", "Azure", "SFTP")
+_STORES = ("local", "memory", "S3", "S3 by obstore", "Azure", "Azure by obstore", "SFTP")
 _VERSIONS: dict[str, str] = {}
 
 

@@ -18,6 +18,8 @@ from fsspec.utils import infer_storage_options
 
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UsageError
 from shardckpt.storage.fsspec_writer import FsspecWriter, can_create_once, new_writer
+from shardckpt.storage.obstore_client import uses_obstore
+from shardckpt.storage.obstore_files import connect_obstore
 from shardckpt.storage.range_cache import MAX_REQUEST, BlockCache, ByteRange, plan_requests
 from shardckpt.storage.retry import ShortBodyError, remote_error, retry
 from shardckpt.storage.sftp import SftpFiles, get_connection
@@ -294,6 +296,8 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
         return _connect_sftp(url, protocol, storage_options)
     if protocol in {"s3", "s3a"} and "\n" in url:  # s3fs finds no key in it
         raise UsageError("a URL of S3 must not contain a line break", where=repr(url), fix="Choose another name.")
+    if uses_obstore(protocol):
+        return connect_obstore(url)
     if protocol in {"s3", "s3a"} and not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
         # Reads are retried by `retry`; these retries apply to uploads.
         storage_options = {"config_kwargs": {"retries": _S3_RETRIES}, **storage_options}

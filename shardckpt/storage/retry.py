@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from shardckpt.errors import MissingFileError, ShardckptError, StorageError, describe_with_class
 from shardckpt.events import count_retry
@@ -64,7 +65,7 @@ _UNREACHABLE_NAMES = {
 _MISSING_BUCKET = re.compile("(?i)(bucket|container) does not exist")  # texts of S3, of Google's and of Azure's store
 
 # S3's codes for credentials that may have been replaced since they were read.
-_NO_LONGER_VALID = {
+EXPIRED_CODES = {
     "ExpiredToken",
     "ExpiredTokenException",
     "TokenRefreshRequired",
@@ -74,6 +75,8 @@ _NO_LONGER_VALID = {
 
 # Exceptions for connections that ended before an answer started.
 _DROPPED_NAMES = {"ConnectionClosedError", "ServerDisconnectedError", "RemoteDisconnected"}
+
+CREDENTIALS: WeakSet[Any] = WeakSet()  # credentials of clients beside s3fs, each with a method `renew`
 
 LOST: dict[str, float] = {}  # servers without an answer, and the last failure's time
 
@@ -134,7 +137,7 @@ def _needs_new_credentials(error: BaseException) -> bool:
     """Return True if S3 refused the credentials themselves."""
     for each in (error, error.__cause__):
         response = getattr(each, "response", None)
-        if isinstance(response, dict) and response.get("Error", {}).get("Code") in _NO_LONGER_VALID:
+        if isinstance(response, dict) and response.get("Error", {}).get("Code") in EXPIRED_CODES:
             return True
     return False
 
@@ -161,12 +164,15 @@ def renew_credentials(file: Any) -> None:
 def _read_credentials() -> bool:
     """Make this process's S3 clients read their credentials again; return True if there are any."""
     clients = list(sys.modules["s3fs"].S3FileSystem._cache.values()) if "s3fs" in sys.modules else []
+    credentials = list(CREDENTIALS)
     try:
         for client in clients:
             client.connect(refresh=True)
+        for each in credentials:
+            each.renew()
     except Exception:  # noqa: BLE001  (the error of the request is the one to show)
         return False
-    return bool(clients)
+    return bool(clients or credentials)
 
 
 def _find_failure(error: Exception) -> Exception:

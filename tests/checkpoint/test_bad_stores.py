@@ -41,6 +41,7 @@ def holds(url: str, value: int) -> bool:
 KINDS = [500, 503, DROP, SHORT, LOST]
 
 
+@pytest.mark.usefixtures("s3_driver")
 def test_any_request_may_fail_once(s3: Faulty, s3_bucket: str) -> None:
     url = f"{s3_bucket}/c"
 
@@ -64,6 +65,7 @@ def test_any_request_may_fail_once(s3: Faulty, s3_bucket: str) -> None:
     assert requests > 10
 
 
+@pytest.mark.usefixtures("s3_driver")
 @pytest.mark.parametrize("fault", [500, 503, 429, DROP, LOST, SLOW], ids=str)
 def test_what_is_most_precious_may_fail_once_in_any_way(s3: Faulty, s3_bucket: str, fault: Fault) -> None:
     url = f"{s3_bucket}/c"
@@ -82,6 +84,7 @@ def test_what_is_most_precious_may_fail_once_in_any_way(s3: Faulty, s3_bucket: s
     assert wanted == [], "nothing was broken"
 
 
+@pytest.mark.usefixtures("s3_driver")
 def test_a_store_that_cannot_put_only_what_is_new_is_looked_at_first(s3: Faulty, s3_bucket: str) -> None:
     url = f"{s3_bucket}/c"
     puts = []
@@ -151,6 +154,7 @@ class TestForGood:
         shardckpt.save(state(3), url, overwrite=True)
         assert holds(url, 3)
 
+    @pytest.mark.usefixtures("s3_driver")
     def test_reading(self, s3: Faulty, s3_bucket: str) -> None:
         url = f"{s3_bucket}/c"
         shardckpt.save(state(1), url)

@@ -170,6 +170,7 @@ def test_so_it_is_of_a_save_in_the_background(tmp_path: Path) -> None:
 
 @pytest.mark.shown_by("::test_so_it_is_on_a_store_without_rename")
 @pytest.mark.filterwarnings("ignore:step .* is saved, but old ones")
+@pytest.mark.usefixtures("s3_driver")
 def test_so_it_is_of_one_on_s3(s3: Faulty, s3_bucket: str) -> None:
     fs = fsspec.filesystem("s3")
     prepared(f"{s3_bucket}/before")

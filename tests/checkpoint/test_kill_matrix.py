@@ -371,6 +371,7 @@ def s3_matrix(s3: Faulty, place: str, save: Save, look: Look, stride: int) -> in
 @pytest.mark.shown_by("::test_without_rename_steps_are_saved_and_removed_so_too", "steps")
 @pytest.mark.shown_by("[overwrite]", "async")
 @pytest.mark.filterwarnings("ignore:step .* is saved, but old ones")
+@pytest.mark.usefixtures("s3_driver")
 @pytest.mark.parametrize(
     ("save", "look", "stride"),
     [(shardckpt.save, loaded, 3), (in_the_background, loaded, 3), (as_a_step, last_step, 7)],
@@ -384,6 +385,7 @@ def test_on_s3_a_reader_sees_the_old_or_the_new(
     assert requests >= 10
 
 
+@pytest.mark.usefixtures("s3_driver")
 def test_on_s3_a_first_save_is_there_or_not(s3: Faulty, s3_bucket: str) -> None:
     k, made = 0, 1
     while made >= k:

@@ -59,12 +59,14 @@ OLD = {"a.bin": b"old a", "sub/b.bin": b"old b", LAST: b"old index"}
 NEW = {LAST: b"new index", "a.bin": b"new a", "c.bin": b"new c"}
 
 
-@pytest.fixture(params=["disk", "bucket", "memory", "s3"])
+@pytest.fixture(params=["disk", "bucket", "memory", "s3", "obstore"])
 def target(request, tmp_path, monkeypatch):
     """A URL at which nothing lies, on every kind of store."""
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
     if request.param == "disk":
         return str(tmp_path / "deep" / "out")
+    if request.param == "obstore":
+        return f"{request.getfixturevalue('obstore_s3')}/deep/out"
     if request.param == "s3":
         return f"{request.getfixturevalue('s3_bucket')}/deep/out"
     Bucket.reset()

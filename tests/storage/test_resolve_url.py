@@ -109,6 +109,7 @@ def test_a_remote_place_is_a_file_a_folder_or_missing():
     assert kind("bucket://b/y") == "missing"
 
 
+@pytest.mark.usefixtures("s3_driver")
 def test_s3_places_too(s3_bucket):
     assert kind(s3_bucket) == "folder"
     assert kind(f"{s3_bucket}/x") == "missing"
