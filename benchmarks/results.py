@@ -32,6 +32,7 @@ AREAS = (
     "memory of a step",
     "proof of a resume",
     "weight streams",
+    "buckets",
 )
 """The areas of goals, in the order of the summary."""
 
