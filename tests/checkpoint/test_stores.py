@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,6 +148,31 @@ def test_nothing_is_left_of_a_save_that_fails_on_one_rank(shared_place: str) -> 
     assert all("no route to the store" in each for each in told)
     assert "rank 1" in told[0]
     assert names(f"{shared_place}/c") == set()
+
+
+RANK = """
+import sys, torch, shardckpt
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+torch.distributed.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+make = lambda value: {"w": distribute_tensor(torch.full((64, 8), value), mesh, [Shard(0)])}
+ck = shardckpt.Checkpointer(sys.argv[1], keep_last=1)
+for number in (1, 2):
+    ck.async_save(number, make(float(number))).result()
+into = make(0.0)
+assert ck.restore(into) == 2 and bool((into["w"].to_local() == 2).all())
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_ranks_of_torchrun_save_and_restore_by_obstore(obstore_s3: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANK)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(tmp_path / "train.py"), f"{obstore_s3}/run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert names(f"{obstore_s3}/run") == {"step-00000002"}
 
 
 def test_requests_are_few(s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
