@@ -212,12 +212,15 @@ def test_a_damaged_mirror_is_not_used(damage: str, tmp_path: Path) -> None:
     assert len(list(folder.glob("weights-*"))) == 1
 
 
-def test_memory_that_changed_is_found_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a", "b"])  # of "b" every element changes, so that it travels in full
+@pytest.mark.parametrize("bit", range(16))
+def test_a_flipped_bit_of_the_mirror_under_a_change_is_found(bit: int, name: str, tmp_path: Path) -> None:
     publish(tmp_path, 1, 2)
     subscriber, into = shardckpt.Subscriber(tmp_path), build()
     subscriber.stage(1).commit(into)
     assert subscriber._mirror is not None
-    subscriber._mirror._buffer[2 * 24 + 16] ^= 1  # where version 2 changes "b"
+    held = next(box for box in subscriber._mirror.boxes if box.name == name)
+    subscriber._mirror.view(held)[{"a": 2 * 4 + 2, "b": 1}[name]] ^= 1 << bit  # version 2 changes it
     with pytest.raises(ChecksumError, match=r"version 2 .* has other weights than its commit says"):
         subscriber.stage()
     assert (subscriber.label, is_version(into, 1)) == ("1", True)

@@ -1,9 +1,12 @@
 """Digests of tensors that add up: the digests of any parts sum to the digest of the full tensor.
 
-An element is one word, or several of 32 bits if it has 8 or 16 bytes. Word `i` of the full tensor, in row-major order,
-adds `K[i % 65536] * M[i // 65536] * (word + 1)` to a lane, modulo 2**64. K and M are odd pseudo-random numbers. This is
+An element of 1, 2 or 4 bytes is one word. One of 8 bytes is mixed, so that each bit changes both its words of 32 bits.
+Word `i` of the full tensor, in row-major order, adds `K[i % 65536] * M[i // 65536] * f(word)` to a lane, modulo 2**64.
+K and M are odd pseudo-random numbers; `f` is `word + 1` in the first lane, and its square in the second one. This is
 the multilinear hash of Carter and Wegman, as in Lemire and Kaser, "Strongly universal string hashing is fast" (2014).
 Words have at most 32 bits: with 64, no key would change what the highest bit adds, and two changed signs would cancel.
+
+A right XOR of a wrong old word adds something else, in one lane at least: decision 85 proves it.
 
 A digest finds damage and mistakes. It does not protect from an attacker.
 """
@@ -11,7 +14,7 @@ A digest finds damage and mistakes. It does not protect from an attacker.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +41,7 @@ _BLOCK_SEEDS = (0xA4093822299F31D0, 0x082EFA98EC4E6C89)
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 16  # words at a time: their buffers stay in the cache
 _FEW = 1 << 11  # with fewer words in a block's rows, a gather is faster than a call for each
-_COPIED = 1 << 18  # elements that are copied at a time from an array with gaps
+_COPIED = 1 << 18  # elements that are copied at a time
 
 
 class Digest(NamedTuple):
@@ -90,7 +93,7 @@ def digest_box(values: Words, shape: Shape, box: Box) -> Digest:
     """
     if values.size != box.volume:
         raise ValueError(f"values must have {box.volume} elements as the box {box}, got {values.size}")
-    if not values.flags.c_contiguous:
+    if not values.flags.c_contiguous or (values.itemsize == 8 and values.size > _COPIED):  # mixing copies too
         return _digest_copies(values.reshape(box.size), shape, box)
     words, per_element = _as_words(values.reshape(-1))
     base, counts, steps = _merge_dimensions(shape, box, per_element)
@@ -125,11 +128,11 @@ def digest_changes(shape: Shape, itemsize: int, positions: NDArray[Any], old: Wo
     total = ZERO
     for start in range(0, len(before), _CHUNK):
         part = slice(start, start + _CHUNK)
-        change = after[part].astype(np.uint64) - before[part]
         at = positions[start // n : (start + _CHUNK) // n].astype(np.uint64)
         if n > 1:
             at = (at[:, None] * np.uint64(n) + np.arange(n, dtype=np.uint64)).reshape(-1)
-        total += _sum_scattered(change, at)
+        raised = zip(_raise_words(after[part]), _raise_words(before[part]), strict=True)
+        total += _sum_scattered([each - other for each, other in raised], at)
     return total
 
 
@@ -144,7 +147,7 @@ def combine_digests(digests: Mapping[str, Digest]) -> Digest:
 
 
 def _digest_copies(values: Words, shape: Shape, box: Box) -> Digest:
-    """Digest an array with gaps in memory: copy some elements at a time."""
+    """Digest some elements at a time: a copy of all would take too much memory."""
     total = ZERO
     for part in contiguous_blocks(full_box(box.size), _COPIED):
         copied = np.ascontiguousarray(values[tuple(slice(a, b) for a, b in zip(part.offset, part.stop, strict=True))])
@@ -155,7 +158,20 @@ def _digest_copies(values: Words, shape: Shape, box: Box) -> Digest:
 
 def _as_words(values: Words) -> tuple[Words, int]:
     """Return flat elements as words, and the number of words in an element."""
-    return (values.view("<u4"), 2) if values.itemsize == 8 else (values, 1)
+    return (_mix(values).view("<u4"), 2) if values.itemsize == 8 else (values, 1)
+
+
+def _raise_words(words: Words) -> tuple[Lane, Lane]:
+    """Return what words contribute to each lane, before keys."""
+    first = words.astype(np.uint64)
+    first += np.uint64(1)
+    second = first.copy()
+    _square(second)
+    return first, second
+
+
+def _square(words: Lane) -> None:
+    words *= words
 
 
 def _merge_dimensions(shape: Shape, box: Box, per_element: int) -> tuple[int, list[int], list[int]]:
@@ -194,6 +210,8 @@ def _digest_rows(rows: Words, start: int, step: int) -> Digest:
         values += np.uint64(1)
         sums = []
         for lane in (0, 1):
+            if lane:
+                _square(values)
             keys = np.ndarray(part.shape, np.uint64, _get_keys(lane).data, 8 * key, (8 * step, 8))
             np.multiply(values, keys, out=scaled)
             sums.append(int(scaled.sum()) * _get_block_key(lane, block))
@@ -233,21 +251,21 @@ def _digest_scattered(words: Words, base: int, counts: list[int], steps: list[in
             index = rest // np.uint64(count)
             rest -= index * np.uint64(count)
             at += index * np.uint64(step)
-        total += _sum_scattered(part.astype(np.uint64) + np.uint64(1), at)
+        total += _sum_scattered(_raise_words(part), at)
     return total
 
 
-def _sum_scattered(factors: Lane, at: Lane) -> Digest:
-    """Return the sums of `factors` times the keys of the words `at`."""
+def _sum_scattered(factors: Sequence[Lane], at: Lane) -> Digest:
+    """Return for each lane the sum of its factors times the keys of the words `at`."""
     blocks, keys = at >> np.uint64(16), (at & np.uint64(_KEYS - 1)).astype(np.int64)
     least, most = blocks.min(), blocks.max()
     if is_near := int(most) - int(least) < len(at):  # then each key of a block is computed once
         index = (blocks - least).astype(np.int64)
         blocks = np.arange(least, int(most) + 1, dtype=np.uint64)
     sums = []
-    for lane in (0, 1):
-        block_keys = _mix(blocks + np.uint64(_BLOCK_SEEDS[lane]))
-        product = factors * _get_keys(lane)[keys]
+    for lane, factor in enumerate(factors):
+        block_keys = _make_keys(blocks, _BLOCK_SEEDS[lane])
+        product = factor * _get_keys(lane)[keys]
         product *= block_keys[index] if is_near else block_keys
         sums.append(int(product.sum()))
     return Digest(*sums)
@@ -256,19 +274,25 @@ def _sum_scattered(factors: Lane, at: Lane) -> Digest:
 @lru_cache(maxsize=2)
 def _get_keys(lane: int) -> Lane:
     """Return a lane's keys of the words in a block."""
-    keys = _mix(np.arange(_KEYS, dtype=np.uint64) + np.uint64(_KEY_SEEDS[lane]))
+    keys = _make_keys(np.arange(_KEYS, dtype=np.uint64), _KEY_SEEDS[lane])
     keys.setflags(write=False)
     return keys
 
 
 @lru_cache(maxsize=1 << 12)
 def _get_block_key(lane: int, block: int) -> int:
-    return int(_mix(np.array([(_BLOCK_SEEDS[lane] + block) & _MASK], np.uint64))[0])
+    return int(_make_keys(np.array([block], np.uint64), _BLOCK_SEEDS[lane])[0])
+
+
+def _make_keys(numbers: Lane, seed: int) -> Lane:
+    """Return an odd pseudo-random number for each number."""
+    keys: Lane = _mix(numbers + np.uint64(seed)) | np.uint64(1)
+    return keys
 
 
 def _mix(numbers: Lane) -> Lane:
-    """Return odd pseudo-random numbers: the finalizer of splitmix64."""
+    """Return numbers with each bit spread over all: the finalizer of splitmix64."""
     x = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    odd: Lane = (x ^ (x >> np.uint64(31))) | np.uint64(1)
-    return odd
+    mixed: Lane = x ^ (x >> np.uint64(31))
+    return mixed
