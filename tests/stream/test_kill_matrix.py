@@ -8,11 +8,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import shardckpt
-from shardckpt.stream.format.codec import BoxChange, apply_change
+from shardckpt.stream.format.held_boxes import NewElements, write_elements
 from shardckpt.stream.receive import mirror
 from tests.kit.ranks.forks import is_killed
 from tests.kit.stores.disk import killing_at
@@ -125,17 +126,17 @@ def test_a_server_that_is_killed_at_any_operation_continues(is_new: bool, tmp_pa
 
 
 def test_a_server_that_is_killed_between_two_elements_of_its_mirror_continues(tmp_path: Path) -> None:
-    """XOR that is applied twice would give the old element back."""
+    """A mirror that has some new elements is of no version."""
     url, held = tmp_path / "stream", tmp_path / "mirror"
     publish(url, 1)
     receive(url, held, least=1, most=1)
     for number, half in ((2, True), (3, False)):
         publish(url, number, restored=number - 1)
 
-        def die(change: BoxChange, values: torch.Tensor, half: bool = half) -> None:
-            assert change.positions is not None
-            count = len(change.positions) // (2 if half else 1)
-            apply_change(BoxChange(change.numel, change.positions[:count], change.values[:count]), values)
+        def die(new: NewElements, values: np.ndarray, half: bool = half) -> None:
+            assert new.positions is not None
+            count = len(new.positions) // (2 if half else 1)
+            write_elements(NewElements(new.positions[:count], new.values[:count]), values)
             os.kill(os.getpid(), signal.SIGKILL)
 
         def work(number: int = number) -> None:
@@ -143,7 +144,7 @@ def test_a_server_that_is_killed_between_two_elements_of_its_mirror_continues(tm
             into = build(number - 1)
             subscriber = shardckpt.Subscriber(url, mirror=held)
             subscriber.stage(number - 1).commit(into)
-            mirror.apply_change = die
+            mirror.write_elements = die
             subscriber.stage().commit(into)
 
         assert is_killed(work)

@@ -228,6 +228,20 @@ def test_a_flipped_bit_of_the_mirror_under_a_change_is_found(bit: int, name: str
     assert is_version(into, 2)
 
 
+def test_a_bit_of_the_mirror_that_flips_after_the_verification_changes_nothing(tmp_path: Path) -> None:
+    publish(tmp_path, 1, 2, 3)
+    subscriber, into = shardckpt.Subscriber(tmp_path), build()
+    subscriber.stage(1).commit(into)
+    staged = subscriber.stage(2)
+    assert subscriber._mirror is not None
+    a = next(box for box in subscriber._mirror.boxes if box.name == "a")
+    subscriber._mirror.view(a)[2 * 4 + 2] ^= 1  # version 2 changes it
+    staged.commit(into)
+    assert is_version(into, 2)
+    subscriber.stage().commit(into)
+    assert is_version(into, 3)
+
+
 def test_a_version_that_is_not_published_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError, match="no stream of weights is here"):
         shardckpt.Subscriber(tmp_path).stage()
@@ -363,7 +377,7 @@ def test_an_interrupt_after_the_vote_leaves_the_version_and_drops_the_mirror(
         raise KeyboardInterrupt
 
     staged = subscriber.stage(2)
-    monkeypatch.setattr(mirroring, "apply_change", interrupt)
+    monkeypatch.setattr(mirroring, "write_elements", interrupt)
     with pytest.raises(KeyboardInterrupt):
         staged.commit(into)
     monkeypatch.undo()

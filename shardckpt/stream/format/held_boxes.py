@@ -18,7 +18,7 @@ from shardckpt.stream.format.stream_records import StreamTensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["HeldBox", "PartChange", "collect_changes", "digest_change", "place_boxes"]
+__all__ = ["HeldBox", "NewElements", "PartChange", "collect_changes", "digest_change", "place_boxes", "write_elements"]
 
 _ALIGNMENT = 64
 
@@ -50,6 +50,13 @@ class PartChange(NamedTuple):
     box: Box  # the part, in the full tensor
 
 
+class NewElements(NamedTuple):
+    """Elements of a held box that a version replaces."""
+
+    positions: NDArray[np.int64] | None  # in the box; None for every element
+    values: NDArray[Any]
+
+
 def place_boxes(boxes: Iterable[tuple[str, Shape, str, Box]]) -> tuple[HeldBox, ...]:
     """Place boxes in a buffer, one after the other."""
     placed, at = [], 0
@@ -59,13 +66,20 @@ def place_boxes(boxes: Iterable[tuple[str, Shape, str, Box]]) -> tuple[HeldBox, 
     return tuple(placed)
 
 
-def digest_change(held: HeldBox, change: BoxChange, old: NDArray[Any]) -> Digest:
-    """Return what a change of a held box adds to its tensor's digest."""
+def digest_change(held: HeldBox, change: BoxChange, old: NDArray[Any]) -> tuple[Digest, NewElements]:
+    """Return what a change of a held box adds to its tensor's digest, and the elements that it makes."""
     if change.positions is None:
-        return digest_box(change.values, held.shape, held.box) - digest_box(old, held.shape, held.box)
+        digest = digest_box(change.values, held.shape, held.box) - digest_box(old, held.shape, held.box)
+        return digest, NewElements(None, change.values)
     before = old[change.positions]
+    after = before ^ change.values
     positions = shift_positions(change, held.shape, held.box)
-    return digest_changes(held.shape, old.itemsize, positions, before, before ^ change.values)
+    return digest_changes(held.shape, old.itemsize, positions, before, after), NewElements(change.positions, after)
+
+
+def write_elements(new: NewElements, values: NDArray[Any]) -> None:
+    """Replace elements of a held box, in place."""
+    values[slice(None) if new.positions is None else new.positions] = new.values
 
 
 def collect_changes(

@@ -109,7 +109,8 @@ class Snapshot:
         change = find_changes(old, new)
         if not len(change.values):
             return None
-        return encode_change(change), digest_change(box, change, old), len(change.values)
+        digest, _ = digest_change(box, change, old)
+        return encode_change(change), digest, len(change.values)
 
     def candidate_arrays(self) -> dict[str, TensorShards]:
         """Return the candidate as a state of `save`: this rank's shards by name."""

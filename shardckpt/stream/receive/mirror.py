@@ -19,9 +19,8 @@ from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import CheckpointError, NoMemoryError, UsageError
 from shardckpt.native.records import FileName
 from shardckpt.storage.store import convert_os_errors
-from shardckpt.stream.format.codec import BoxChange, apply_change
 from shardckpt.stream.format.digest import ZERO, Digest, digest_box
-from shardckpt.stream.format.held_boxes import HeldBox
+from shardckpt.stream.format.held_boxes import HeldBox, NewElements, write_elements
 from shardckpt.stream.format.stream_records import Hex32, Version
 
 __all__ = ["Mirror"]
@@ -111,11 +110,11 @@ class Mirror:
         finally:
             self.discard(old)
 
-    def apply(self, changes: Mapping[HeldBox, BoxChange], version: Version, digests: Mapping[str, Digest]) -> None:
+    def apply(self, changes: Mapping[HeldBox, NewElements], version: Version, digests: Mapping[str, Digest]) -> None:
         """Change the boxes in place."""
         # If the process is killed here, the next one finds digests that differ, and takes an anchor.
         for box, change in changes.items():
-            apply_change(change, box.view(self._buffer))
+            write_elements(change, box.view(self._buffer))
         self.version, self.digests = version, {**self.digests, **digests}
         self._write_held()
 

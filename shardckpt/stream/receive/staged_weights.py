@@ -17,7 +17,7 @@ from shardckpt.stream.format.chain import Chain
 from shardckpt.stream.format.codec import BoxChange, apply_part, compose_changes, shift_positions
 from shardckpt.stream.format.delta_file import read_index
 from shardckpt.stream.format.digest import Digest
-from shardckpt.stream.format.held_boxes import HeldBox, PartChange, collect_changes, digest_change
+from shardckpt.stream.format.held_boxes import HeldBox, NewElements, PartChange, collect_changes, digest_change
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version, VersionCommit
 from shardckpt.stream.receive.mirror import Mirror
@@ -28,11 +28,14 @@ __all__ = ["StagedWeights", "stage_version", "view_as_tensor"]
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A version that is ready to apply: all boxes in a buffer, or changes of the held ones."""
+    """A version that is ready to apply: all boxes in a buffer, or new elements of the held ones.
+
+    The digests are made from the same new elements, so that the mirror may be damaged between both.
+    """
 
     target: VersionCommit
     buffer: NDArray[np.uint8] | None  # None if the version is changes of what the mirror holds
-    changes: Mapping[HeldBox, BoxChange]
+    changes: Mapping[HeldBox, NewElements]
     digests: Mapping[str, Digest]  # this worker's part of the result
     versions: int  # how many were combined
 
@@ -87,15 +90,15 @@ def _stage_weights(folder: StreamFolder, chain: Chain, mirror: Mirror, *, is_ful
 
 
 def _stage_changes(folder: StreamFolder, chain: Chain, mirror: Mirror) -> StagedWeights:
-    composed: dict[HeldBox, BoxChange] = {}
+    composed: dict[HeldBox, NewElements] = {}
     digests = dict(mirror.digests)
     for box, changes in _collect(folder, chain.deltas, mirror.boxes).items():
         old = mirror.view(box)
         change = _compose(changes, box, old)
         if not len(change.values):
             continue
-        composed[box] = change
-        digests[box.name] += digest_change(box, change, old)
+        digest, composed[box] = digest_change(box, change, old)
+        digests[box.name] += digest
     return StagedWeights(chain.target, None, composed, digests, len(chain.deltas))
 
 

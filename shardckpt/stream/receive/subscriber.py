@@ -30,8 +30,7 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.resolve_url import as_url
-from shardckpt.stream.format.codec import apply_change
-from shardckpt.stream.format.held_boxes import place_boxes
+from shardckpt.stream.format.held_boxes import place_boxes, write_elements
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 from shardckpt.stream.receive.layouts import Layout, list_boxes, read_layout
@@ -389,7 +388,7 @@ class Staged:
         return not self._is_full and self.version == self._applied
 
     def iter_changes(self) -> Iterator[TensorChange]:
-        """Yield what to write, tensor by tensor; values stay valid until the next one is requested."""
+        """Yield what to write, tensor by tensor; values stay valid until `commit` ends."""
         mirror = self._subscriber._mirror
         assert mirror is not None, "it is open"
         if self.weights.buffer is not None:
@@ -400,8 +399,7 @@ class Staged:
             return
         for box, change in self.weights.changes.items():
             at = None if change.positions is None else torch.from_numpy(change.positions)
-            new = change.values if at is None else mirror.view(box)[change.positions] ^ change.values
-            yield TensorChange(box.name, box.shape, box.dtype, box.box, at, view_as_tensor(box.dtype, new))
+            yield TensorChange(box.name, box.shape, box.dtype, box.box, at, view_as_tensor(box.dtype, change.values))
         self._is_read = True
 
     def iter_weights(self) -> Iterator[TensorChange]:
@@ -416,7 +414,7 @@ class Staged:
             change = self.weights.changes.get(box)
             if change is not None:
                 values = values.copy()
-                apply_change(change, values)
+                write_elements(change, values)
             yield TensorChange(box.name, box.shape, box.dtype, box.box, None, view_as_tensor(box.dtype, values))
         self._is_read = True
 

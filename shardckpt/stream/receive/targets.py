@@ -30,7 +30,7 @@ class TensorChange(NamedTuple):
         dtype: Dtype in the stream, in torch's spelling.
         box: The worker's box; the full tensor without a `layout`.
         indices: Flat positions of the new elements in the box, int64, ascending; None for every element.
-        values: The new elements, flat.
+        values: The new elements, flat; do not change them, the receiver keeps them.
     """
 
     name: str

@@ -73,10 +73,10 @@ def mapping(system: OperatingSystem, scheduler: Scheduler) -> Iterator[None]:
         whole(change, values)
 
     space = vars(mirror)
-    whole: Callable[[Any, Any], None] = space["apply_change"]
-    kept = {name: space.get(name) for name in ("np", "open", "apply_change")}
+    whole: Callable[[Any, Any], None] = space["write_elements"]
+    kept = {name: space.get(name) for name in ("np", "open", "write_elements")}
     system.posix_fallocate = reserve  # type: ignore[attr-defined]
-    space.update(np=Twin(np, memmap=map_file), open=open_file, apply_change=apply)
+    space.update(np=Twin(np, memmap=map_file), open=open_file, write_elements=apply)
     try:
         yield
     finally:
