@@ -258,16 +258,13 @@ def _digest_scattered(words: Words, base: int, counts: list[int], steps: list[in
 def _sum_scattered(factors: Sequence[Lane], at: Lane) -> Digest:
     """Return for each lane the sum of its factors times the keys of the words `at`."""
     blocks, keys = at >> np.uint64(16), (at & np.uint64(_KEYS - 1)).astype(np.int64)
-    least, most = blocks.min(), blocks.max()
-    if is_near := int(most) - int(least) < len(at):  # then each key of a block is computed once
-        index = (blocks - least).astype(np.int64)
-        blocks = np.arange(least, int(most) + 1, dtype=np.uint64)
+    starts = np.flatnonzero(np.diff(blocks, prepend=~blocks[:1]))  # of words that are in one block
+    blocks = blocks[starts]
     sums = []
     for lane, factor in enumerate(factors):
-        block_keys = _make_keys(blocks, _BLOCK_SEEDS[lane])
-        product = factor * _get_keys(lane)[keys]
-        product *= block_keys[index] if is_near else block_keys
-        sums.append(int(product.sum()))
+        parts = np.add.reduceat(factor * _get_keys(lane)[keys], starts)
+        parts *= _make_keys(blocks, _BLOCK_SEEDS[lane])
+        sums.append(int(parts.sum()))
     return Digest(*sums)
 
 
