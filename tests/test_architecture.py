@@ -29,6 +29,10 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.checkpoint.load.source", "shardckpt.readers.remap"): "0.02 s; most loads have no rules",
     ("shardckpt.readers.registry", "shardckpt.readers.step_paths"): "few paths name a run's step",
     ("shardckpt.integrations.vllm_plugin", "vllm.distributed.weight_transfer"): "vLLM's commands read the plugin",
+    (
+        "shardckpt.stream.versions.hf_delta_format",
+        "shardckpt.stream.versions.hf_delta_reader",
+    ): "0.1 s; most folders with an index are models",
     ("shardckpt.torchrun", "importlib.metadata"): "0.02 s; few commands need it",
     ("shardckpt.checkpoint.load.load", "shardckpt.checkpoint.load.live_check"): "few loads ask for it",
     ("shardckpt.checkpoint.load.load_planner", "shardckpt.checkpoint.load.optim_load_plan"): TENSORS_ALONE,

@@ -10,6 +10,8 @@ import typer
 from shardckpt_cli import consolidate, options, output
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardckpt.results import VersionInfo, VersionList
 
 _ACTIONS = ("ls", "verify", "export", "compact", "serve")
@@ -37,6 +39,14 @@ def stream(
         str,
         options.choose("--checksum", "With hf-delta: xxh3-128 (the default); adler32 for ModelExpress.", *_CHECKSUMS),
     ] = _CHECKSUMS[0],
+    follow: Annotated[
+        float,
+        typer.Option(
+            "--follow",
+            metavar="SECONDS",
+            help="With hf-delta: write each new version once it is published, until none comes for so long.",
+        ),
+    ] = 0.0,
     keep_anchors: Annotated[
         int | None,
         typer.Option("--keep-anchors", metavar="N", help="With compact: remove versions before the newest N anchors."),
@@ -60,7 +70,8 @@ def stream(
     """
     import shardckpt
 
-    _check(action, dst, dialect, given={"--config-from": config_from, "--overwrite": overwrite}, checksum=checksum)
+    of_delta = {"--checksum": checksum != _CHECKSUMS[0], "--follow": follow != 0.0}
+    _check(action, dst, dialect, given={"--config-from": config_from, "--overwrite": overwrite}, of_delta=of_delta)
     compaction = {"--keep-anchors": keep_anchors is not None, "--keep": bool(keep), "--dry-run": dry_run}
     options.refuse_idle(action != "compact", f"with {action}", compaction)
     options.refuse_idle(action != "serve", f"with {action}", {"--listen": listen})
@@ -74,7 +85,7 @@ def stream(
     elif action == "compact":
         found = shardckpt.compact_versions(src, keep_anchors=keep_anchors, keep=keep or (), dry_run=dry_run)
     elif dialect == "hf-delta":
-        found = shardckpt.export_versions(src, dst, checksum=checksum)
+        found = shardckpt.export_versions(src, dst, checksum=checksum, follow_s=follow)
     else:
         config = config_from or None
         order = {"src": src, "dst": dst, "config_from": config, "overwrite": overwrite or None}
@@ -103,7 +114,7 @@ def _serve(src: str, listen: str) -> None:
             return
 
 
-def _check(action: str, dst: str, dialect: str, *, given: dict[str, object], checksum: str) -> None:
+def _check(action: str, dst: str, dialect: str, *, given: Mapping[str, object], of_delta: Mapping[str, object]) -> None:
     """Require an action and options that fit."""
     from shardckpt.errors import UsageError
 
@@ -115,7 +126,7 @@ def _check(action: str, dst: str, dialect: str, *, given: dict[str, object], che
         raise UsageError("`stream export` needs a folder to write, and no other action takes one", found=dst or "none")
     is_delta, is_export = dialect == "hf-delta", action == "export"
     options.refuse_idle(not is_export, f"with {action}", {"--dialect": is_delta, **given})
-    options.refuse_idle(not is_delta, "without --dialect hf-delta", {"--checksum": checksum != _CHECKSUMS[0]})
+    options.refuse_idle(not is_delta, "without --dialect hf-delta", of_delta)
     options.refuse_idle(is_delta, "with --dialect hf-delta", given)
 
 

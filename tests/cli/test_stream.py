@@ -58,6 +58,12 @@ def test_versions_are_exported_as_changes(made: tuple[Path, dict[int, Weights]],
     assert len([*(tmp_path / "out").iterdir()]) == 6
 
 
+def test_an_export_follows_the_stream_for_a_time(made: tuple[Path, dict[int, Weights]], tmp_path: Path) -> None:
+    found = run_here("stream", "export", made[0], tmp_path / "out", "--dialect", "hf-delta", "--follow", "0.01")
+    assert found.out.splitlines()[-1].endswith(f"6 versions of 2.5 kB, written to {tmp_path / 'out'}")
+    assert run_here("verify", tmp_path / "out" / f"weight_v{max(made[1]):06d}").code == 0
+
+
 def test_a_compaction_writes_an_anchor_and_removes_old_versions(tmp_path: Path) -> None:
     made = publish(tmp_path / "s")
     newest = max(made)
@@ -83,6 +89,7 @@ def test_a_compaction_writes_an_anchor_and_removes_old_versions(tmp_path: Path) 
         (["ls", "S", "--dialect", "hf-delta"], "--dialect"),
         (["export", "S", "x", "--checksum", "adler32"], "--checksum"),
         (["export", "S", "x", "--dialect", "hf-delta", "--overwrite"], "--overwrite"),
+        (["export", "S", "x", "--follow", "3"], "--follow"),
         (["ls", "S", "--keep-anchors", "1"], "--keep-anchors"),
         (["ls", "S", "--listen", "h:1"], "--listen"),
         (["serve", "S", "--listen", "h"], "--listen must be HOST:PORT; found h"),

@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.errors import CheckpointError, ChecksumError, IncompleteError, MissingFileError
 from shardckpt.reader import Reader
+from shardckpt.storage.store import Store
 from shardckpt.stream.format.anchor import open_anchor, read_anchor
 from shardckpt.stream.format.chain import Chain, plan_chain
 from shardckpt.stream.format.codec import apply_part
 from shardckpt.stream.format.delta_file import LocatedChange, read_index
 from shardckpt.stream.format.digest import ZERO, Digest, combine_digests, digest_box
-from shardckpt.stream.format.held_boxes import HeldBox, collect_changes, place_boxes
+from shardckpt.stream.format.held_boxes import HeldBox, collect_changes
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import VersionCommit
+from shardckpt.stream.versions.made_file import group_tensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["VersionContent"]
-
-_GROUP_BYTES = 64 << 20  # of small tensors that are read together
+__all__ = ["VersionContent", "require_digests"]
 
 
 class VersionContent:
@@ -47,19 +46,21 @@ class VersionContent:
             self._read_index(each) for each in self.chain.deltas
         ]
 
+    @property
+    def url(self) -> str:
+        """Path or URL of the version's folder."""
+        return f"{self.folder.url}/{self.commit.version.folder}"
+
+    @property
+    def store(self) -> Store:
+        """Store of the stream."""
+        return self.folder.store
+
     @cached_property
     def groups(self) -> Sequence[tuple[HeldBox, ...]]:
-        """All tensors in full, in groups to read together: neighbours of limited size, or one tensor."""
-        groups: list[list[tuple[str, Shape, str, Box]]] = []
-        left = 0
-        for name, tensor in self.folder.record.tensors.items():
-            if tensor.nbytes > left or not groups:
-                groups.append([])
-                left = _GROUP_BYTES
-            left -= tensor.nbytes
-            shape = tuple(tensor.shape)
-            groups[-1].append((name, shape, tensor.dtype, full_box(shape)))
-        return tuple(map(place_boxes, groups))
+        """All tensors in full, in groups to read together."""
+        tensors = self.folder.record.tensors
+        return group_tensors((name, each.dtype, tuple(each.shape)) for name, each in tensors.items())
 
     def require_files(self) -> None:
         """Require that no file of changes is gone. Raises IncompleteError."""
@@ -85,17 +86,7 @@ class VersionContent:
 
     def check(self, boxes: Sequence[HeldBox], buffer: NDArray[np.uint8]) -> None:
         """Require that tensors have the digests of the commit. Raises ChecksumError."""
-        for each in boxes:
-            found = digest_box(each.view(buffer), each.shape, each.box).hex()
-            expected = self.commit.digests.get(each.name, ZERO.hex())  # no rank writes an empty tensor
-            if found != expected:
-                raise ChecksumError(
-                    f"version {self.commit.version} has another tensor than its commit says: {each.name}",
-                    where=self.folder.url,
-                    found=found,
-                    expected=expected,
-                    fix="Take a version after the next anchor.",
-                )
+        require_digests(self.commit, boxes, buffer, self.folder.url)
 
     @cached_property
     def _anchor(self) -> Reader:
@@ -126,3 +117,18 @@ def _require_sum(commit: VersionCommit, where: str) -> None:
             found=found,
             expected=commit.result_digest,
         )
+
+
+def require_digests(commit: VersionCommit, boxes: Sequence[HeldBox], buffer: NDArray[np.uint8], where: str) -> None:
+    """Require that full tensors have the digests of a commit. Raises ChecksumError."""
+    for each in boxes:
+        found = digest_box(each.view(buffer), each.shape, each.box).hex()
+        expected = commit.digests.get(each.name, ZERO.hex())  # no rank writes an empty tensor
+        if found != expected:
+            raise ChecksumError(
+                f"version {commit.version} has another tensor than its commit says: {each.name}",
+                where=where,
+                found=found,
+                expected=expected,
+                fix="Take a version after the next anchor.",
+            )

@@ -3,128 +3,38 @@
 from __future__ import annotations
 
 import re
-import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, chain
 
 import numpy as np
 
 from shardckpt.boxes import Box
 from shardckpt.dtypes import nbytes
-from shardckpt.errors import ShardckptError, SourceNotFoundError, TruncatedError, UnknownFormatError
-from shardckpt.manifest import Manifest, Path, Piece, Span, TensorEntry
-from shardckpt.reader import Checksum, Evidence, Format, HashBlocks, Reader, Source
+from shardckpt.errors import ShardckptError, SourceNotFoundError, UnknownFormatError
+from shardckpt.reader import Checksum, Evidence, Format, HashBlocks, Source
 from shardckpt.storage.resolve_url import split
-from shardckpt.storage.store import Capabilities, Listed, Read, WrappedStore
 from shardckpt.stream.format.digest import ZERO, digest_box
-from shardckpt.stream.format.held_boxes import HeldBox
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import COMMIT, STREAM, Version
+from shardckpt.stream.versions.made_file import MADE_FILE, MadeReader
 from shardckpt.stream.versions.version_content import VersionContent
 
 __all__ = ["FORMAT", "VersionReader", "find_version"]
 
-_FILE = "model.safetensors"  # name of the file that the tensors seem to be in
 _CONTENT = re.compile(r"COMMIT\.json|anchor|delta-\d{5}-[0-9a-f]{8}\.safetensors")  # of a version's folder
 _DIGEST = "digest of elements of {} bytes"
 
 
-class _MadeFile(WrappedStore):
-    """A version's folder, whose only file is the tensors' bytes one after the other, made on demand.
-
-    It keeps the last group of tensors that it made.
-    """
-
-    def __init__(self, content: VersionContent, *, checks: bool) -> None:
-        super().__init__(content.folder.store)
-        self._content, self._checks = content, checks
-        self._boxes: list[tuple[int, HeldBox]] = [(at, box) for at, boxes in enumerate(content.groups) for box in boxes]
-        self.starts = [0, *accumulate(box.nbytes for _, box in self._boxes)]
-        self._lock = threading.Lock()
-        self._group, self._buffer = -1, np.empty(0, np.uint8)
-
-    @property
-    def url(self) -> str:
-        """Path or URL of the version's folder."""
-        return f"{self._content.folder.url}/{self._content.commit.version.folder}"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Reads are not cheap, wherever the stream is."""
-        return Capabilities(renames=False, is_local=False)
-
-    def list(self, folder: str = "") -> list[Listed]:
-        """Return the file."""
-        return [] if folder else [Listed(_FILE, self.starts[-1], False)]
-
-    def size(self, name: str) -> int:  # noqa: ARG002  (there is one file)
-        """Return the file's size."""
-        return self.starts[-1]
-
-    def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer, in the file's order, so that each group is made once."""
-        for read in sorted(reads, key=lambda each: each.offset):
-            end = read.offset + len(read.buffer)
-            if end > self.starts[-1]:
-                raise TruncatedError.from_size(f"{self.url}/{_FILE}", self.starts[-1], end)
-            self._fill(read.offset, read.buffer)
-
-    def _fill(self, offset: int, buffer: memoryview) -> None:
-        at = bisect_right(self.starts, offset) - 1
-        with self._lock:
-            while len(buffer):
-                group, box = self._boxes[at]
-                skipped = offset - self.starts[at]
-                size = min(box.nbytes - skipped, len(buffer))
-                if size:
-                    made = self._make(group)
-                    buffer[:size] = memoryview(made[box.start + skipped : box.start + skipped + size])  # type: ignore[arg-type]
-                offset, buffer, at = offset + size, buffer[size:], at + 1
-
-    def _make(self, group: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        if group != self._group:
-            self._group, self._buffer = -1, np.empty(0, np.uint8)  # one at a time
-            boxes = self._content.groups[group]
-            self._buffer = self._content.read(boxes)
-            if self._checks:
-                self._content.check(boxes, self._buffer)
-            self._group = group
-        return self._buffer
-
-
-class VersionReader(Reader):
+class VersionReader(MadeReader):
     """An open version. Its tensors are checked against the commit's digests when they are read."""
 
     def __init__(self, content: VersionContent) -> None:
         self.content = content
-        made = _MadeFile(content, checks=True)
-        self._unchecked = _MadeFile(content, checks=False)
-        version = content.commit.version
-        tensors = content.folder.record.tensors
-        entries: dict[Path, TensorEntry] = {}
-        for start, box in zip(made.starts, chain.from_iterable(content.groups), strict=False):
-            piece = Piece(box.box, _FILE, Span(start, box.nbytes))
-            entries[box.name,] = TensorEntry((box.name,), box.shape, box.dtype, (piece,))
-        ties = {name: kept for name, kept in content.folder.record.ties.items() if kept in tensors}
-        for name, kept in ties.items():
-            entries[name,] = entries[kept,]._replace(path=(name,))
-        manifest = Manifest(
-            format="stream",
-            files={_FILE: made.starts[-1]},
-            tensors=entries,
-            aliases={(name,): (kept,) for name, kept in ties.items()},
-            metadata={"stream": content.folder.record.id, "version": str(version.number), "epoch": str(version.epoch)},
-            missing=content.missing,
-        )
-        super().__init__(made, manifest)
-
-    @property
-    def raw_store(self) -> _MadeFile:
-        """The tensors without a comparison of digests; the files' hashes are compared."""
-        return self._unchecked
+        record, version = content.folder.record, content.commit.version
+        ties = {name: kept for name, kept in record.ties.items() if kept in record.tensors}
+        metadata = {"stream": record.id, "version": str(version.number), "epoch": str(version.epoch)}
+        super().__init__(content, "stream", ties, metadata, missing=content.missing)
 
     @property
     def algorithms(self) -> Mapping[str, HashBlocks]:
@@ -133,10 +43,10 @@ class VersionReader(Reader):
 
     def checksums(self) -> Iterator[Checksum]:
         """Yield each tensor's digest."""
-        for start, box in zip(self._unchecked.starts, chain.from_iterable(self.content.groups), strict=False):
+        for start, box in self.iter_places():
             algorithm = _DIGEST.format(nbytes(box.dtype, 1))
             value = int(self.content.commit.digests.get(box.name, "0"), 16)
-            yield Checksum(_FILE, start, box.nbytes, algorithm, value)
+            yield Checksum(MADE_FILE, start, box.nbytes, algorithm, value)
 
 
 def _digest_blocks(width: int, blocks: Iterable[memoryview]) -> int:

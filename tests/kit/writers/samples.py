@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
+import shardckpt
 from shardckpt.boxes import Box, full_box
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.stream.format.stream_records import Version
@@ -271,6 +272,12 @@ def _stream(folder: Path) -> Path:
     return folder / Version(1, 2).folder
 
 
+def _hf_delta(folder: Path) -> Path:
+    """The same versions, exported."""
+    shardckpt.export_versions(_stream(folder.with_name(f"{folder.name}-stream")).parent, folder)
+    return folder / "weight_v000002"
+
+
 def _deepspeed(stage: int, write: Callable[[Path, Run, int, int], Path]) -> Builder:
     trained = {name: MODEL[name].float() for name in ("a.w", "s")}
     held = {name: value for name, value in MODEL.items() if name not in trained}
@@ -280,6 +287,7 @@ def _deepspeed(stage: int, write: Callable[[Path, Run, int, int], Path]) -> Buil
 
 SAMPLES: Mapping[str, Mapping[str, Builder]] = {
     "stream": {"changes": _stream},
+    "hf-delta": {"changes": _hf_delta},
     "deepspeed": {"stage 2": _deepspeed(2, write_deepspeed), "stage 3": _deepspeed(3, write_deepspeed)},
     "deepspeed-universal": {"stage 2": _deepspeed(2, write_universal), "stage 3": _deepspeed(3, write_universal)},
     "accelerate": {"sharded": _accelerate_sharded, "full": _accelerate_full},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,10 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 
 import shardckpt
-from shardckpt.errors import ChecksumError, TargetExistsError, UsageError
+from shardckpt.errors import ChecksumError, SourceNotFoundError, TargetExistsError, UsageError
+from shardckpt.stream.format.stream_folder import StreamFolder
+from shardckpt.stream.versions import hf_delta, stream_follower
+from shardckpt.stream.versions.version_content import VersionContent
 from tests.kit.writers.stream_writer import ANCHORS, NUMBERS, Weights, assert_same, delta_of, flip, folder_of
 
 INDEX = "model.safetensors.index.json"
@@ -170,3 +174,103 @@ def test_numbers_that_do_not_ascend_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_checksum_is_refused(stream: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="expected xxh3-128 or adler32"):
         shardckpt.export_versions(stream, tmp_path / "out", checksum="md5")
+
+
+# Versions that come later
+
+
+def publish_in_thread(url: Path, numbers: range, wait: threading.Event) -> threading.Thread:
+    """Publish versions; each but the first after the export has written the one before."""
+
+    def publish() -> None:
+        with shardckpt.Publisher(url, anchors=shardckpt.Anchors(max_chain=2)) as publisher:
+            for number in numbers:
+                publisher.publish(number, make_weights(number)).result()
+                wait.wait(60)
+                wait.clear()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    return thread
+
+
+def make_weights(number: int) -> Weights:
+    weights = {"w": torch.zeros(300), "b": torch.ones(5)}
+    weights["w"][: number * 3] = float(number)
+    return weights
+
+
+def test_an_export_that_follows_writes_each_version_once_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publisher waits for each folder, so none is written by a later export of all."""
+    written, is_due = [], threading.Event()
+    write_index = hf_delta._Export._write_index
+
+    def record(self: Any, commit: Any, metadata: Any, names: Any) -> None:
+        write_index(self, commit, metadata, names)
+        written.append(commit.version.number)
+        is_due.set()
+
+    monkeypatch.setattr(hf_delta._Export, "_write_index", record)
+    monkeypatch.setattr(stream_follower, "_POLL_S", 0.01)
+    thread = publish_in_thread(tmp_path / "stream", range(1, 6), is_due)
+    found = shardckpt.export_versions(tmp_path / "stream", tmp_path / "out", follow_s=5.0)
+    thread.join()
+    assert written == [1, 2, 3, 4, 5] == [each.number for each in found.versions]
+    for number in written:
+        expected = {name: value.bfloat16() for name, value in make_weights(number).items()}
+        assert_same(shardckpt.load(tmp_path / "out" / name_folder(number)), expected)
+    assert not list((tmp_path / "stream" / "leases").iterdir()), "the lease is dropped at the end"
+
+
+def test_an_export_that_follows_continues_in_the_folder_of_an_earlier_one(stream: Path, tmp_path: Path) -> None:
+    shardckpt.export_versions(f"{stream}@12", out := tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
+    found = shardckpt.export_versions(stream, out, follow_s=0.01)
+    assert [each.number for each in found.versions] == list(NUMBERS)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_an_export_that_follows_keeps_what_it_still_needs(stream: Path) -> None:
+    """Versions 13 and 14 lead to 15, which the next change needs."""
+    folder = StreamFolder(str(stream))
+    follower = stream_follower.StreamFollower(str(stream), 1.0)
+    follower.keep([*folder.iter_commits()][:1])
+    assert shardckpt.compact_versions(stream, keep_anchors=1).removed == (10, 11, 12)
+    assert [each.number for each in shardckpt.list_versions(stream).versions] == [13, 14, 15]
+    follower.release()
+    assert shardckpt.compact_versions(stream, keep_anchors=1).removed == (13, 14)
+
+
+def test_an_export_that_follows_waits_for_the_first_version(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError, match="no version is published here"):
+        shardckpt.export_versions(tmp_path / "nothing", tmp_path / "out", follow_s=0.01)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("follow_s", [-1.0, float("inf"), float("nan"), "1"])
+def test_impossible_times_are_refused(stream: Path, tmp_path: Path, follow_s: float) -> None:
+    with pytest.raises(UsageError, match="`follow_s` must be"):
+        shardckpt.export_versions(stream, tmp_path / "out", follow_s=follow_s)
+
+
+def test_one_version_cannot_be_followed(stream: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs a stream"):
+        shardckpt.export_versions(f"{stream}@12", tmp_path / "out", follow_s=1.0)
+
+
+def test_changes_are_made_from_the_version_before_and_its_own_changes(
+    stream: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No version but full ones, and those before changes, is made from its anchor."""
+    made: list[int] = []
+    read = VersionContent.read
+
+    def record(self: VersionContent, boxes: Any) -> Any:
+        made.append(self.commit.version.number)
+        return read(self, boxes)
+
+    monkeypatch.setattr(VersionContent, "read", record)
+    shardckpt.export_versions(stream, tmp_path / "out")
+    assert made == [10, 10, 11, 13, 13, 14]

@@ -27,7 +27,7 @@ from shardckpt.errors import (
 )
 from shardckpt.readers.registry import open_checkpoint, resolve_step
 from shardckpt.storage.store import read_bytes
-from shardckpt.stream.versions import version_content
+from shardckpt.stream.versions import made_file, version_content
 from tests.kit.ranks.harness import run
 from tests.kit.writers.stream_writer import ANCHORS, NUMBERS, Weights, assert_same, delta_of, flip, folder_of
 
@@ -59,7 +59,7 @@ def test_a_version_is_named_like_a_step_or_by_its_folder(
 def test_small_groups_of_tensors_give_the_same_bytes(
     stream: Path, versions: dict[int, Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(version_content, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(made_file, "_GROUP_BYTES", 1)
     assert_same(read(f"{stream}@12", tmp_path / "out"), versions[12])
     assert shardckpt.verify(f"{stream}@12").ok
 
@@ -67,7 +67,7 @@ def test_small_groups_of_tensors_give_the_same_bytes(
 def test_at_most_one_group_of_tensors_is_read_at_a_time(
     stream: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(version_content, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(made_file, "_GROUP_BYTES", 1)
     sizes: list[int] = []
     original = version_content.VersionContent.read
 
