@@ -363,4 +363,9 @@ def find_kind(url: str) -> str:
         entry: dict[str, Any] = retry(lambda: fs.info(path), "cannot look at it", url)
     except MissingFileError:
         return "missing"
-    return "folder" if entry["type"] == "directory" else "file"
+    # To fsspec each page is a file; a web server redirects from a folder to its name with a slash.
+    is_page = str(entry.get("url", url) if url.startswith(_WEB) else "").endswith("/")
+    return "folder" if entry["type"] == "directory" or is_page else "file"
+
+
+_WEB = ("http://", "https://")

@@ -89,3 +89,18 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, served: tuple[Path, st
         build_stream_server(str(tmp_path / "none"), "127.0.0.1", 0)
     with pytest.raises(StorageError, match="cannot serve"):
         build_stream_server(str(served[0]), "127.0.0.1", int(served[1].rpartition(":")[2]))
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_offline_verbs_read_a_stream_of_another_host(served: tuple[Path, str], slash: str) -> None:
+    folder, url = served
+    with shardckpt.Publisher(folder) as publisher:
+        for version in (1, 2):
+            publisher.publish(version, {"a": torch.full((9,), float(version))})
+    found = shardckpt.verify_versions(f"{url}{slash}")
+    assert found.ok and found.is_verified and [each.number for each in found.versions] == [1, 2]
+    for name in ("/@2", "/@latest", f"/e00001-v{2:010d}{slash}"):
+        assert shardckpt.load(f"{url}{name}")["a"].tolist() == [2.0] * 9
+        assert shardckpt.verify(f"{url}{name}").ok
+    next(folder.glob("e*2/delta-*")).write_bytes(b"")
+    assert [bool(each.problem) for each in shardckpt.verify_versions(f"{url}{slash}").versions] == [False, True]
