@@ -113,6 +113,17 @@ def test_each_update_loads_its_version(tmp_path: Path) -> None:
     assert scheduler.model.loaded == loaded, "a held version is not loaded again"
 
 
+def test_a_model_that_leaves_tensors_out_is_poisoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second update, and after one that had nothing to load."""
+    publish(tmp_path, 1, 2, 3)
+    model = build()
+    for number in (1, 1, 2):
+        sglang.apply(model, sglang.make_update(tmp_path, number))
+    monkeypatch.setattr(ServedLlama, "load_weights", lambda self, weights: next(iter(weights)))
+    with pytest.raises(PoisonedError, match="must take all changes"):
+        sglang.apply(model, sglang.make_update(tmp_path, 3))
+
+
 def test_two_models_in_a_worker_each_get_the_version(tmp_path: Path) -> None:
     publish(tmp_path, 1, 2)
     target, draft = build(), build()

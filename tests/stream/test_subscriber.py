@@ -517,3 +517,53 @@ def test_full_tensors_are_refused_for_parts_and_after_the_commit(tmp_path: Path)
     staged.commit(build())
     with pytest.raises(UsageError, match="committed, aborted or replaced"):
         next(tensors)
+
+
+def publish_tied(url: Path) -> torch.Tensor:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with shardckpt.Publisher(url) as publisher:
+        publisher.publish(1, model)
+    return model["embed"].weight.detach().bfloat16()
+
+
+def test_two_names_of_one_tensor_are_both_written(tmp_path: Path) -> None:
+    expected = publish_tied(tmp_path)
+    shared = torch.zeros(5, 4, dtype=torch.bfloat16)
+    shardckpt.Subscriber(tmp_path).stage().commit({"embed.weight": shared, "head.weight": shared.view(5, 4)})
+    assert torch.equal(shared, expected)
+
+
+@pytest.mark.parametrize("alias", [lambda shared: shared.clone(), lambda shared: shared[:3], lambda shared: shared.T])
+def test_a_further_name_of_other_memory_is_refused(tmp_path: Path, alias: Any) -> None:
+    publish_tied(tmp_path)
+    shared = torch.zeros(5, 4, dtype=torch.bfloat16)
+    with pytest.raises(MismatchError, match=r"head\.weight: the stream has no such tensor"):
+        shardckpt.Subscriber(tmp_path).stage().commit({"embed.weight": shared, "head.weight": alias(shared)})
+    assert not shared.any()
+
+
+class LazyEngine:
+    """An engine that loads nothing of a version that its server holds."""
+
+    def __init__(self) -> None:
+        self.staged: Any = None
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def apply(self, changes: Iterable[TensorChange]) -> None:
+        if not self.staged.is_held:
+            self.tensors = dict(self.staged.iter_tensors())
+
+
+def test_a_held_version_is_not_held_by_another_engine(tmp_path: Path) -> None:
+    """Otherwise the second engine would serve what it had before, under the version's label."""
+    publish(tmp_path, 1)
+    subscriber, engines = shardckpt.Subscriber(tmp_path), (LazyEngine(), LazyEngine())
+    for engine in engines:
+        engine.staged = subscriber.stage(1)
+        engine.staged.commit(engine)
+        assert is_version(engine.tensors, 1)
+    loaded = engines[1].tensors["a"]
+    engines[1].staged = subscriber.stage(1)
+    engines[1].staged.commit(engines[1])
+    assert engines[1].tensors["a"] is loaded, "it has that version"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,6 +39,7 @@ class _Follower(NamedTuple):
 
     source: tuple[str, str | None]  # stream and mirror
     subscriber: Subscriber
+    loader: _Loader
 
 
 _FOLLOWERS: WeakKeyDictionary[nn.Module, _Follower] = WeakKeyDictionary()  # of this worker
@@ -82,31 +84,42 @@ def apply(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
         PoisonedError: A worker failed after the first write. Do not serve these weights.
     """
     update = _read(named_tensors)
-    staged = _follow(model, update).stage(update.version, timeout_s=update.timeout_s)
-    staged.commit(_Loader(model, staged))
+    follower = _follow(model, update)
+    follower.loader.load(follower.subscriber.stage(update.version, timeout_s=update.timeout_s))
 
 
 class _Loader:
-    """Target of `Staged.commit`."""
+    """Target of `Staged.commit`: the same one for all updates of a model, so that a held version is known."""
 
-    def __init__(self, model: Any, staged: Staged) -> None:
-        self._model, self._staged = model, staged
+    def __init__(self, model: nn.Module) -> None:
+        self._model: weakref.ref[Any] = weakref.ref(model)
+        self._staged: Staged | None = None
+
+    def load(self, staged: Staged) -> None:
+        """Load a version on all workers, or on none."""
+        self._staged = staged
+        try:
+            staged.commit(self)
+        finally:
+            self._staged = None
 
     def apply(self, _changes: Iterable[TensorChange]) -> None:
         """Load all tensors: SGLang converts what it loads, so it may have no earlier values to change."""
-        if not self._staged.is_held:
-            self._model.load_weights(self._staged.iter_tensors())
+        model, staged = self._model(), self._staged
+        assert model is not None and staged is not None, "`load` calls this"
+        if not staged.is_held:
+            model.load_weights(staged.iter_tensors())
 
 
-def _follow(model: nn.Module, update: _Update) -> Subscriber:
+def _follow(model: nn.Module, update: _Update) -> _Follower:
     source = (update.url, update.mirror)
     known = _FOLLOWERS.get(model)
     if known is not None and known.source != source:
         known.subscriber.close()
         known = None
     if known is None:
-        known = _FOLLOWERS[model] = _Follower(source, Subscriber(update.url, mirror=update.mirror))
-    return known.subscriber
+        known = _FOLLOWERS[model] = _Follower(source, Subscriber(update.url, mirror=update.mirror), _Loader(model))
+    return known
 
 
 def _read(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> _Update:

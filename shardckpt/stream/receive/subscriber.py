@@ -420,6 +420,7 @@ class Staged:
 
     def apply_to(self, target: WeightTarget, *, replaces_all: bool) -> None:
         """Let a target write the changes; all weights if it has another version, or none."""
+        self._is_full = self._is_full or replaces_all  # the version may be held, but not by this target
         target.apply(self.iter_weights() if replaces_all else self.iter_changes())
         if not (self._is_read or self.is_held):
             raise UsageError("`apply` must take all changes before it returns", found=type(target).__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -67,7 +67,9 @@ class TensorTarget:
 
     def check(self, places: Iterable[Place], names: Iterable[str]) -> None:
         """Require that the tensors are the stream's, before anything is written. Raises MismatchError."""
-        problems = [f"{name}: the stream has no such tensor" for name in self._arrays.keys() - set(names)]
+        names = frozenset(names)
+        self._drop_aliases(names)
+        problems = [f"{name}: the stream has no such tensor" for name in self._arrays.keys() - names]
         problems += self._find_bad_memory()
         for name, shape, dtype, box in places:
             array = self._arrays.get(name)
@@ -84,6 +86,13 @@ class TensorTarget:
             raise MismatchError.on_other_rank(
                 f"the target does not fit the stream: {'; '.join(sorted(problems)[:8])}. Nothing was changed."
             )
+
+    def _drop_aliases(self, names: Collection[str]) -> None:
+        """Drop further names of tensors that the stream has under another one: they are the same memory."""
+        known = {_locate(array) for name, array in self._arrays.items() if name in names}
+        self._arrays = {
+            name: array for name, array in self._arrays.items() if name in names or _locate(array) not in known
+        }
 
     def _find_bad_memory(self) -> Iterator[str]:
         """Yield what is wrong with tensors that cannot be written one by one."""
@@ -108,6 +117,12 @@ class TensorTarget:
                 tensor = next(shard.tensor for shard in shards if shard.box == change.box)
                 _write(tensor, change)
         self._finish()
+
+
+def _locate(array: TensorShards) -> object:
+    """Return where a tensor's shards are; a new object for a tensor without elements."""
+    places = tuple((box, each.data_ptr(), each.dtype, each.stride()) for box, each in array.shards if each.numel())
+    return places or object()
 
 
 def _has_all_values(dtype: torch.dtype, of: torch.dtype) -> bool:
