@@ -261,7 +261,7 @@ def test_an_error_that_nobody_asked_for_is_raised_by_the_next_call(tmp_path: Pat
     publisher.publish(1, build()).result()
     publisher._ledger.folder.store = Full(str(tmp_path))
     publisher.publish(2, build(1))
-    with pytest.raises(StorageError, match="before this one"):
+    with pytest.raises(StorageError, match=f"^the publish of version 2 to {tmp_path} failed: "):
         publisher.publish(3, build(1))
     assert is_equal(build(), receive(str(tmp_path)))
 

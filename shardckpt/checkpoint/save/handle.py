@@ -47,11 +47,19 @@ class SaveTimings:
 
 
 class AsyncSaveTask:
-    """A background save: its thread, phases and error."""
+    """A background save, or a publish, whose messages have a title: its thread, phases and error."""
 
     def __init__(
-        self, path: str, on_event: OnEvent | None, *, is_tolerated: bool = False, recorder: Recorder | None = None
+        self,
+        path: str,
+        on_event: OnEvent | None,
+        *,
+        is_tolerated: bool = False,
+        recorder: Recorder | None = None,
+        title: str = "",
     ) -> None:
+        self.title = title or f"the save in the background to {path}"
+        self.title_later = title or f"the save before this one, in the background to {path},"
         self.path, self._is_tolerated = path, is_tolerated
         self.recorder = recorder or Recorder(SaveEvent, path, {"is_background": True})
         self._on_event = on_event
@@ -230,7 +238,7 @@ class PendingSave:
     def unretrieved_error(self) -> Exception | None:
         """Return the last save's error once, unless it was retrieved."""
         failure = self._task.unretrieved_error() if self._task is not None else None
-        return None if failure is None or self._task is None else _again(failure, self._task.path)
+        return None if failure is None or self._task is None else _again(failure, self._task.title_later)
 
     def end(self) -> None:
         """Wait for the last save; report an error that was not retrieved. At process exit."""
@@ -243,12 +251,12 @@ class PendingSave:
             self._task.join()
         failure = self._task.unretrieved_error() if self._task is not None else None
         if failure is not None and self._task is not None:
-            _LOG.error("the save in the background to %s failed: %s", self._task.path, describe(failure))
+            _LOG.error("%s failed: %s", self._task.title, describe(failure))
 
 
-def _again(failure: BaseException, path: str) -> Exception:
+def _again(failure: BaseException, title: str) -> Exception:
     """Return an error with the same class about an earlier save, caused by the failure."""
-    text = f"the save before this one, in the background to {path}, failed: {describe(failure)}"
+    text = f"{title} failed: {describe(failure)}"
     if isinstance(failure, RankError):
         again: Exception = RankError(text, rank=failure.rank)
     else:

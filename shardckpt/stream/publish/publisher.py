@@ -114,7 +114,8 @@ class Publisher:
             UnsupportedError: A tensor cannot be published; the message has its name.
             StorageError: The store failed.
         """
-        task = AsyncSaveTask(self.url, self._on_event, recorder=Recorder(PublishEvent, self.url))
+        title, recorder = f"the publish of version {version!r} to {self.url}", Recorder(PublishEvent, self.url)
+        task = AsyncSaveTask(self.url, self._on_event, recorder=recorder, title=title)
         try:
             with enter_call("publish", self.url, self._on_event), self._pending.entry, gc_paused():
                 with task.phase("waiting"):
