@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import CheckpointError, FormatError, MissingFileError, SourceNotFoundError, TargetExistsError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.storage.resolve_url import open_place
 from shardckpt.storage.store import ObjectStore, Store, read_bytes
 from shardckpt.stream.format.stream_records import (
@@ -105,6 +106,18 @@ class StreamFolder:
         """Return the last version with a number, or the newest one; None without it."""
         versions = [each for each in self.list_folders() if number in (None, each.number)]
         return next(filter(None, map(self.find_commit, reversed(versions))), None)
+
+    def find_newest(self) -> VersionCommit | None:
+        """Return the newest version whose commit is undamaged, with a warning for newer ones; None without one."""
+        for version in reversed(self.list_folders()):
+            try:
+                commit = self.find_commit(version)
+            except CheckpointError as error:
+                warn_user(f"version {version} is not used, because its commit is damaged: {error}")
+                continue
+            if commit is not None:
+                return commit
+        return None
 
     def find_last_epoch(self) -> int:
         """Return the last epoch that a publisher has claimed; 0 without one."""

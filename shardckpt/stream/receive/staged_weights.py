@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardckpt.boxes import Box, shift
 from shardckpt.errors import CheckpointError, MissingFileError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.stream.format.anchor import open_anchor, read_anchor
 from shardckpt.stream.format.chain import Chain
 from shardckpt.stream.format.codec import BoxChange, apply_part, compose_changes, shift_positions
@@ -50,7 +52,7 @@ class StagedWeights:
 def stage_version(
     folder: StreamFolder, commit: VersionCommit, mirror: Mirror, doomed: Collection[Version], *, is_full: bool
 ) -> StagedWeights:
-    """Read a version by changes of what the mirror holds; if those are damaged, from an anchor.
+    """Read a version by changes of what the mirror holds; if those are damaged, from an anchor, or the one before.
 
     Args:
         folder: The stream.
@@ -59,17 +61,29 @@ def stage_version(
         doomed: Versions that are being removed.
         is_full: Whether all boxes are needed, because the server has none of the stream's versions.
     """
-    try:
-        chain = find_chain(folder, commit, mirror.version, doomed)
-        return _stage_weights(folder, chain, mirror, is_full=is_full)
-    except (CheckpointError, MissingFileError):
-        if mirror.version is None:
-            raise
-        return _stage_weights(folder, find_chain(folder, commit, None, doomed), mirror, is_full=is_full)
+    if mirror.version is not None:
+        with suppress(CheckpointError, MissingFileError):
+            chain = find_chain(folder, commit, mirror.version, doomed)
+            return _stage_weights(folder, chain, mirror, [], is_full=is_full)
+    damaged: list[Version] = []  # anchors
+    chain = find_chain(folder, commit, None, doomed)
+    while True:
+        try:
+            return _stage_weights(folder, chain, mirror, damaged, is_full=is_full)
+        except (CheckpointError, MissingFileError) as error:
+            if chain.anchor not in damaged:
+                raise
+            try:
+                chain = find_chain(folder, commit, None, doomed, damaged)
+            except CheckpointError:
+                raise error from None
+            warn_user(f"the anchor of version {damaged[-1]} is damaged, and an earlier one is used: {error}")
 
 
-def _stage_weights(folder: StreamFolder, chain: Chain, mirror: Mirror, *, is_full: bool) -> StagedWeights:
-    """Read what leads to a version."""
+def _stage_weights(
+    folder: StreamFolder, chain: Chain, mirror: Mirror, damaged: list[Version], *, is_full: bool
+) -> StagedWeights:
+    """Read what leads to a version. An anchor that cannot be read is added to `damaged`."""
     if chain.anchor is None and not is_full:
         return _stage_changes(folder, chain, mirror)
     buffer = mirror.allocate()
@@ -78,7 +92,11 @@ def _stage_weights(folder: StreamFolder, chain: Chain, mirror: Mirror, *, is_ful
             for box in mirror.boxes:
                 box.view(buffer)[:] = mirror.view(box)
         else:
-            read_anchor(open_anchor(folder, chain.anchor), mirror.boxes, buffer)
+            try:
+                read_anchor(open_anchor(folder, chain.anchor), mirror.boxes, buffer)
+            except (CheckpointError, MissingFileError):
+                damaged.append(chain.anchor)
+                raise
         for box, changes in _collect(folder, chain.deltas, mirror.boxes).items():
             values = box.view(buffer)
             for change, where in changes:

@@ -11,12 +11,11 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.stream.format.chain import Chain, plan_chain
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import StreamRecord, Version, VersionCommit
-from shardckpt.stream.retention.leases import ReaderLease, list_doomed
+from shardckpt.stream.retention.leases import LEASE_S, ReaderLease, list_doomed
 
 __all__ = ["VersionChooser", "check_target", "find_chain", "wait_for_stream"]
 
 _POLL_S = 0.05
-_LEASE_S = 3600.0
 
 
 class VersionChooser:
@@ -24,7 +23,7 @@ class VersionChooser:
 
     def __init__(self, folder: StreamFolder) -> None:
         self._folder = folder
-        self._lease: ReaderLease | None = ReaderLease(folder, _LEASE_S)
+        self._lease: ReaderLease | None = ReaderLease(folder, LEASE_S)
 
     def wait_for(
         self, target: int | None, applied: Version | None, deadline: float, round_s: float
@@ -42,7 +41,8 @@ class VersionChooser:
         """
         until = min(deadline, time.monotonic() + round_s)
         while True:
-            found = self._folder.find_number(target)
+            is_late = target is None and applied is None  # a server that has a version stays on it
+            found = self._folder.find_newest() if is_late else self._folder.find_number(target)
             if found is not None and (target is not None or found.version != applied):
                 return found
             if time.monotonic() >= until:
@@ -108,13 +108,19 @@ def wait_for_stream(folder: StreamFolder, timeout_s: float) -> StreamRecord:
         time.sleep(_POLL_S)
 
 
-def find_chain(folder: StreamFolder, commit: VersionCommit, held: Version | None, doomed: Collection[Version]) -> Chain:
-    """Return the way to a version, without versions that are being removed. Raises IncompleteError."""
+def find_chain(
+    folder: StreamFolder,
+    commit: VersionCommit,
+    held: Version | None,
+    doomed: Collection[Version],
+    damaged: Collection[Version] = (),
+) -> Chain:
+    """Return the way to a version, without doomed versions and damaged anchors. Raises IncompleteError."""
     return plan_chain(
         commit,
         held,
         lambda version: None if version in doomed else folder.find_commit(version),
-        lambda version: version not in doomed and folder.has_anchor(version),
+        lambda version: version not in doomed and version not in damaged and folder.has_anchor(version),
         folder.url,
     )
 

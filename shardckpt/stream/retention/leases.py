@@ -9,17 +9,19 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from shardckpt.encodings.typed_json import dump
-from shardckpt.errors import StorageError
+from shardckpt.errors import CheckpointError, StorageError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 
 __all__ = [
     "LEASES",
+    "LEASE_S",
     "REMOVALS",
     "ReaderLease",
     "Removal",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 LEASES, REMOVALS = "leases", "removals"
+LEASE_S = 3600.0  # seconds that a reader's lease lasts
 _NAME = re.compile(r"[0-9a-f]{32}(-\d{1,9})?\.json")
 _SLACK_S = 60.0  # clocks of two machines may differ by so much
 _REMOVAL_S = 3600.0  # seconds that a removal takes at most
@@ -94,16 +97,27 @@ class ReaderLease:
 
 
 def list_live_leases(folder: StreamFolder, now: float) -> list[VersionLease]:
-    """Return the leases of readers that may still read. Raises CheckpointError for a damaged one."""
-    return [lease for _, lease in _read_records(folder, LEASES, VersionLease) if lease.is_live(now)]
+    """Return the leases of readers that may still read; a damaged one needs all versions."""
+    return [lease for _, lease in _read_leases(folder) if lease.is_live(now)]
+
+
+def _read_leases(folder: StreamFolder) -> list[tuple[str, VersionLease]]:
+    def replace(written_at: float) -> VersionLease:
+        return VersionLease(None, tuple(folder.list_folders()), written_at + LEASE_S)
+
+    return _read_records(folder, LEASES, VersionLease, replace)
+
+
+def _read_removals(folder: StreamFolder) -> list[tuple[str, Removal]]:
+    return _read_records(folder, REMOVALS, Removal, lambda written_at: Removal((), written_at))
 
 
 def delete_expired(folder: StreamFolder, now: float) -> None:
     """Remove leases of readers that are gone, and announcements of removals that were killed."""
-    for name, lease in _read_records(folder, LEASES, VersionLease):
+    for name, lease in _read_leases(folder):
         if not lease.is_live(now):
             folder.store.delete(name)
-    for name, removal in _read_records(folder, REMOVALS, Removal):
+    for name, removal in _read_removals(folder):
         if now - removal.announced_at >= _REMOVAL_S:
             folder.store.delete(name)
 
@@ -111,15 +125,26 @@ def delete_expired(folder: StreamFolder, now: float) -> None:
 def list_doomed(folder: StreamFolder) -> set[Version]:
     """Return the versions whose removal is announced; a process that was killed does not remove them after an hour."""
     now = time.time()
-    removals = [each for _, each in _read_records(folder, REMOVALS, Removal) if now - each.announced_at < _REMOVAL_S]
+    removals = [each for _, each in _read_removals(folder) if now - each.announced_at < _REMOVAL_S]
     return {version for removal in removals for version in removal.versions}
 
 
-def _read_records(folder: StreamFolder, where: str, kind: type[_T]) -> list[tuple[str, _T]]:
-    """Return the records in a folder by name."""
+def _read_records(
+    folder: StreamFolder, where: str, kind: type[_T], replace: Callable[[float], _T]
+) -> list[tuple[str, _T]]:
+    """Return the records in a folder by name; in place of a damaged one what `replace` makes of its file's time."""
+
+    def read(name: str) -> _T | None:
+        try:
+            return folder.find(kind, name)
+        except CheckpointError as error:
+            warn_user(f"a damaged record counts until it would have expired: {error}")
+            written_at = folder.store.changed_at(name)
+            return replace(float("inf") if written_at is None else written_at)
+
     for _ in range(_MAX_LISTINGS):
         names = [entry.name for entry in folder.store.list(where) if not entry.is_folder]
-        records = [(name, folder.find(kind, name)) for name in names if _NAME.fullmatch(name.rpartition("/")[2])]
+        records = [(name, read(name)) for name in names if _NAME.fullmatch(name.rpartition("/")[2])]
         found = [(name, record) for name, record in records if record is not None]
         if len(found) == len(records):
             return found

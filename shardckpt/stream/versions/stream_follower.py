@@ -12,12 +12,11 @@ from shardckpt.storage.resolve_url import kind, split_step_suffix
 from shardckpt.stream.format.chain import plan_chain
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version, VersionCommit
-from shardckpt.stream.retention.leases import ReaderLease
+from shardckpt.stream.retention.leases import LEASE_S, ReaderLease
 
 __all__ = ["StreamFollower"]
 
 _POLL_S = 0.5
-_LEASE_S = 3600.0
 
 
 class StreamFollower:
@@ -29,7 +28,7 @@ class StreamFollower:
         if split_step_suffix(url) is not None and kind(url) == "missing":
             raise UsageError("`follow_s` needs a stream, not one version", found=url)
         self._folder, self._timeout_s = StreamFolder(url), timeout_s
-        self._lease: ReaderLease | None = ReaderLease(self._folder, _LEASE_S)
+        self._lease: ReaderLease | None = ReaderLease(self._folder, LEASE_S)
         self._needs: set[Version] = set()
 
     def wait_for_start(self) -> None:

@@ -61,7 +61,7 @@ def _digest_blocks(width: int, blocks: Iterable[memoryview]) -> int:
 def find_version(url: str, number: int | None) -> str:
     """Return the path or URL of a version's folder; the newest one without a number. Raises SourceNotFoundError."""
     folder = StreamFolder(url)
-    commit = folder.find_number(number)
+    commit = folder.find_newest() if number is None else folder.find_number(number)
     if commit is None:
         numbers = [version.number for version in folder.list_folders()]
         raise SourceNotFoundError(

@@ -12,7 +12,7 @@ import torch
 
 import shardckpt
 from shardckpt.encodings.typed_json import dump
-from shardckpt.errors import CheckpointError, UsageError
+from shardckpt.errors import UsageError
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version
 from shardckpt.stream.retention import prune_stream as pruning
@@ -141,14 +141,30 @@ def test_a_wrong_number_of_anchors_is_refused(keep: object, tmp_path: Path) -> N
         shardckpt.Anchors(keep=keep)  # type: ignore[arg-type]
 
 
-def test_a_damaged_lease_keeps_all(tmp_path: Path) -> None:
+def test_a_damaged_lease_keeps_all_until_it_would_have_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path)
     publish(url, range(1, 6))
-    (tmp_path / LEASES).mkdir()
-    (tmp_path / LEASES / f"{'a' * 32}-1.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="leases/aaaa"):
-        prune_stream(StreamFolder(url), keep_anchors=1)
-    assert list_versions(url) == [1, 2, 3, 4, 5]
+    lease = tmp_path / LEASES / f"{'a' * 32}-1.json"
+    lease.parent.mkdir()
+    lease.write_text("{}")
+    with pytest.warns(UserWarning, match="a damaged record counts until it would have expired: .*leases/aaaa"):
+        assert prune_stream(StreamFolder(url), keep_anchors=1) == []
+    assert list_versions(url) == [1, 2, 3, 4, 5] and lease.exists()
+    later = time.time() + 2 * 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    with pytest.warns(UserWarning, match="leases/aaaa"):
+        assert prune_stream(StreamFolder(url), keep_anchors=1)
+    assert not lease.exists()
+
+
+def test_a_damaged_announcement_stops_no_reader(tmp_path: Path) -> None:
+    weights = publish(str(tmp_path), range(1, 3))
+    (tmp_path / REMOVALS).mkdir()
+    (tmp_path / REMOVALS / f"{'b' * 32}.json").write_text("{")
+    into = {"w": torch.zeros_like(weights["w"])}
+    with pytest.warns(UserWarning, match="removals/bbbb"):
+        shardckpt.Subscriber(tmp_path).stage().commit(into)
+    assert torch.equal(into["w"], weights["w"])
 
 
 def test_a_lease_that_is_renewed_during_the_listing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
