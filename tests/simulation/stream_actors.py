@@ -41,6 +41,7 @@ class PublisherJob:
     is_sharded: bool = False
     has_waits: bool = True  # waits for each version
     repeats: bool = False  # publishes a number again if it failed
+    keep_anchors: int | None = None
     errors: list[ShardckptError] = field(default_factory=list)
     found: list[int | None] = field(default_factory=list)  # what `resume` found
     published: list[int] = field(default_factory=list)  # contents
@@ -61,7 +62,8 @@ class PublisherRank:
         job, link = self._job, self._ranks.link(self._rank)
         group: Any = link
         try:
-            publisher = Publisher(job.url, anchors=Anchors(max_chain=job.max_chain, max_bytes=1e9), process_group=group)
+            anchors = Anchors(max_chain=job.max_chain, max_bytes=1e9, keep=job.keep_anchors)
+            publisher = Publisher(job.url, anchors=anchors, process_group=group)
             if job.restored is not None:
                 self._resume(publisher, job.restored)
             number = job.first

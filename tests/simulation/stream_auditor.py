@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from shardckpt.encodings.typed_json import load
 from shardckpt.errors import ShardckptError
-from shardckpt.stream.format.stream_records import COMMIT, STREAM, Version, VersionCommit
+from shardckpt.stream.format.stream_records import ANCHOR, COMMIT, STREAM, Version, VersionCommit
 from tests.simulation.scheduler import HistoryError, Scheduler
 from tests.simulation.stores.run_storage import RunStorage
 from tests.simulation.streamed_weights import Engine, digest_alone
@@ -38,12 +38,14 @@ class StreamAuditor:
     Attributes:
         versions: Published versions.
         attempts: Number of the version of each attempt, by content.
+        removed: Published versions that are not there any more.
     """
 
     scheduler: Scheduler
     storage: RunStorage
     versions: dict[Version, PublishedVersion] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    removed: set[Version] = field(default_factory=set)
     is_quiet: Callable[[], bool] = lambda: False  # without a fault so far
     _seen: int = -1
     _epochs: dict[int, int] = field(default_factory=dict)  # publisher by epoch
@@ -60,7 +62,8 @@ class StreamAuditor:
             self.scheduler.observe(self._look)
 
     def _look(self) -> None:
-        marks = {name: mark for name, mark in self.storage.list_files().items() if name.endswith(_MARK)}
+        files = self.storage.list_files()
+        marks = {name: mark for name, mark in files.items() if name.endswith(_MARK)}
         for name, mark in marks.items():
             version = Version.from_folder(name[: -len(_MARK)])
             if version is None:
@@ -70,9 +73,19 @@ class StreamAuditor:
                 self.versions[version] = self._read(version, name, mark)
             elif known.mark != mark and not known.is_damaged:
                 raise HistoryError(f"version {version} was published twice")
-        gone = [version for version in self.versions if f"{version.folder}{_MARK}" not in marks]
-        if gone:  # retention comes later
-            raise HistoryError(f"version {gone[0]} was removed")
+        gone = {version for version in self.versions if f"{version.folder}{_MARK}" not in marks}
+        if gone - self.removed:
+            self._require_reachable(gone, files)
+        self.removed = gone
+
+    def _require_reachable(self, gone: Collection[Version], files: Collection[str]) -> None:
+        """Require that the newest version and what leads to it from an anchor was not removed. Raises HistoryError."""
+        now = self.newest
+        while now is not None and now not in gone:
+            if f"{now.folder}/{ANCHOR}/COMMIT" in files:
+                return
+            now = self.versions[now].base
+        raise HistoryError(f"version {now} was removed, which leads to the newest one")
 
     def _read(self, version: Version, name: str, mark: object) -> PublishedVersion:
         try:
@@ -119,8 +132,9 @@ class StreamAuditor:
     def check_resume(self, content: int, found: int | None) -> None:
         """Require that a publisher found the version that has its weights. Raises HistoryError."""
         self.check()
-        made = [version.number for version, each in self.versions.items() if each.content == content]
-        if found is not None and found not in made:
+        all_made = [version for version, each in self.versions.items() if each.content == content]
+        made = [version.number for version in all_made if version not in self.removed]
+        if found is not None and found not in [version.number for version in all_made]:
             raise HistoryError(f"a publisher with the weights of attempt {content} found version {found}")
         if found is None and made and self.is_quiet():
             raise HistoryError(f"a publisher did not find version {made[0]}, which has its weights")
@@ -139,7 +153,7 @@ class StreamAuditor:
         if self._calls.setdefault((receiver, call), version) != version:
             raise HistoryError(f"the workers of {receiver} activated different versions")
         last = self._activated.get(receiver)
-        if last is not None and version < last:
+        if last is not None and version < last and not self.versions[last].is_damaged:
             raise HistoryError(f"{receiver} activated version {version} after {last}")
         self._activated[receiver] = version
 
@@ -163,7 +177,9 @@ class StreamAuditor:
         """Look again after a power failure: what a publisher was told is still there. Raises HistoryError."""
         files = self.storage.list_files()
         self.versions = {
-            version: each for version, each in self.versions.items() if f"{version.folder}{_MARK}" in files
+            version: each
+            for version, each in self.versions.items()
+            if f"{version.folder}{_MARK}" in files or version in self.removed
         }
         lost = self._acknowledged - {each.content for each in self.versions.values()}
         if lost:

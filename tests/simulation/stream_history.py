@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any, Literal
 
-from shardckpt.errors import IncompleteError, PublisherReplacedError, ShardckptError, SourceNotFoundError
+from shardckpt.errors import PublisherReplacedError, ShardckptError, SourceNotFoundError
 from shardckpt.storage import fsspec_writer
 from shardckpt.tiers.peers.node_files import Node
 from tests.simulation.faults import BUCKET, COMMON, DISK, LONGEST_STALL_S, FaultKind, Faults, PlannedFault, plan_faults
@@ -28,6 +28,7 @@ from tests.simulation.stores.operating_system import OperatingSystem
 from tests.simulation.stores.run_storage import BucketStorage, DiskStorage, RunStorage
 from tests.simulation.stream_actors import PublisherJob, PublisherRank, ReceiverJob, ReceiverWorker
 from tests.simulation.stream_auditor import StreamAuditor, find_content
+from tests.simulation.stream_retention import RETENTIONS, Retention, RetentionActor, RetentionJob
 from tests.simulation.streamed_weights import BROKEN
 
 _TIMEOUT_S = 20.0
@@ -35,6 +36,7 @@ _NODE = "node0"
 _MIRRORS = "/mirror"
 _LONGEST_HEAD_START_S = 5.0  # of a publisher, before another one comes
 _FINAL_EVENTS = 6_000  # publishing and receiving must work again within so many events after the last fault
+_EARLY = ("no stream of weights is here", "no version is published here")  # also within errors of other ranks
 _APPLIES = frozenset({"apply"})
 STREAM_FAULTS = (
     FaultKind("engine fails", _APPLIES, BROKEN),
@@ -70,6 +72,9 @@ class StreamScenario:
         faults: Planned faults.
         stay: Probability that a thread continues at a scheduling point.
         part_bytes: Bytes in one part of an upload.
+        retention: What removes versions: publishers after an anchor, a process that prunes, one that compacts, or all.
+        keep_anchors: How many of the newest anchors stay.
+        passes: Number of passes of each such process.
     """
 
     store: Literal["disk", "bucket"]
@@ -89,6 +94,9 @@ class StreamScenario:
     faults: tuple[PlannedFault, ...] = ()
     stay: float = 0.8
     part_bytes: int = 16 << 20
+    retention: Retention = "none"
+    keep_anchors: int = 1
+    passes: int = 8
 
     @classmethod
     def from_seed(cls, seed: int) -> StreamScenario:
@@ -115,7 +123,10 @@ class StreamScenario:
         )
         kinds = COMMON + STREAM_FAULTS + (DISK if scenario.store == "disk" else BUCKET + DISK[-1:])
         count = random.choice((0, 1, 1, 2, 2, 3, 5))
-        return replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
+        scenario = replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
+        random = Random(f"stream retention {seed}")  # the rest stays what it was
+        retention, keep_anchors, passes = random.choice(RETENTIONS), random.choice((1, 1, 2)), random.choice((4, 8, 16))
+        return replace(scenario, retention=retention, keep_anchors=keep_anchors, passes=passes)
 
     @property
     def expected_events(self) -> int:
@@ -215,6 +226,7 @@ class _StreamRun:
         self._processes: list[Process] = []
         self._publishers: list[PublisherJob] = []
         self._receivers: list[ReceiverJob] = []
+        self._retention: list[RetentionJob] = []
 
     def run(self) -> None:
         """Run the history to its end. Raises the error that ends it."""
@@ -236,12 +248,14 @@ class _StreamRun:
 
     def _direct(self) -> None:
         """Start the actors, end the faults, then require that publishing and receiving works."""
-        # Actors that compact and prune belong here, next to the servers, once streams have retention.
         scenario = self.scenario
         servers = [
             self.scheduler.spawn(self._harness, f"starter {at}", partial(self._serve, at))
             for at in range(len(scenario.receivers))
         ]
+        for name in ("pruner", "compactor"):
+            if scenario.retention in {name, "all"}:
+                self._start_retention(name)
         for world in scenario.worlds:
             tasks = self._start_publisher(world, self._choose_restored())[1]
             if scenario.has_zombies:
@@ -314,10 +328,11 @@ class _StreamRun:
                     raise HistoryError(f"publishing failed without a fault: {error}") from error
         if all(job.errors for job in self._publishers):
             raise HistoryError("each of several publishers was replaced")
-        for receiver in self._receivers:
-            for error in receiver.errors:
-                if not _is_early(error):
-                    raise HistoryError(f"receiving failed without a fault: {error}") from error
+        errors = [error for each in self._receivers for error in each.errors]
+        errors += [error for each in self._retention for error in each.errors]
+        for error in errors:
+            if not _is_early(error):
+                raise HistoryError(f"receiving or removing failed without a fault: {error}") from error
 
     def _start_publisher(
         self, world: int, restored: int | None, versions: int | None = None
@@ -334,6 +349,7 @@ class _StreamRun:
             scenario.is_sharded,
             scenario.has_waits or versions is not None,
             scenario.repeats,
+            scenario.keep_anchors if scenario.retention in {"publisher", "all"} else None,
         )
         self._publishers.append(job)
         ranks = self._make_ranks(f"publisher{start}", world)
@@ -351,6 +367,13 @@ class _StreamRun:
             ReceiverWorker(self.scheduler, self.auditor, job, ranks, rank) for rank in range(scenario.receivers[at])
         ]
         return job, self._start(ranks, [worker.run for worker in workers])
+
+    def _start_retention(self, name: str) -> list[Task]:
+        scenario = self.scenario
+        job = RetentionJob(self.storage.root, scenario.keep_anchors, scenario.passes, name == "compactor")
+        self._retention.append(job)
+        ranks = self._make_ranks(name, 1)
+        return self._start(ranks, [RetentionActor(self.scheduler, job, ranks.processes[0]).run])
 
     def _make_ranks(self, name: str, count: int) -> SimulatedRanks:
         names = [f"{name}.{rank}" if count > 1 else name for rank in range(count)]
@@ -410,4 +433,4 @@ class _StreamRun:
 def _is_early(error: ShardckptError) -> bool:
     """Return True for an error of a receiver that comes before the publisher."""
     text: Any = str(error)
-    return isinstance(error, (SourceNotFoundError, IncompleteError)) or "no stream of weights is here" in text
+    return isinstance(error, SourceNotFoundError) or any(each in text for each in _EARLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,17 @@ def test_of_two_publishers_the_later_one_wins_and_the_other_is_told() -> None:
         assert history.failure is None, str(history.failure)
         told += any("PublisherReplacedError" in event.note for event in history.events)
     assert told >= 2
+
+
+@pytest.mark.parametrize("retention", ["pruner", "compactor", "all"])
+def test_versions_are_removed_while_they_are_published_and_received(retention) -> None:
+    removed = 0
+    for seed in range(3):
+        scenario = StreamScenario("disk", worlds=(1, 2), versions=4, max_chain=1, receivers=(2,), stages=4)
+        history = run_stream_history(seed, replace(scenario, retention=retention, passes=8))
+        assert history.failure is None, str(history.failure)
+        removed += sum(event.verb == "removed" and event.subject != "versions ()" for event in history.events)
+    assert removed
 
 
 @pytest.mark.parametrize("kind", STREAM_FAULTS, ids=lambda kind: kind.name)

@@ -12,6 +12,7 @@ from shardckpt.stream.publish.ledger import Ledger
 from shardckpt.stream.publish.publisher import Publisher
 from shardckpt.stream.publish.snapshot import Snapshot
 from shardckpt.stream.receive.subscriber import Subscriber, SubscriberState
+from shardckpt.stream.retention import prune_stream
 from tests.simulation import StreamScenario, run_stream_history
 from tests.simulation.faults import PlannedFault
 from tests.simulation.scheduler import HistoryError
@@ -76,11 +77,22 @@ def snapshots_stay_behind(patch: Patch) -> None:
     patch.setattr(Snapshot, "promote", lambda self: None)
 
 
+def leases_are_not_seen(patch: Patch) -> None:
+    """A removal takes what a reader still reads."""
+    patch.setattr(prune_stream, "list_live_leases", lambda *_: [])
+
+
+def chains_are_removed(patch: Patch) -> None:
+    """A removal keeps the newest version alone."""
+    patch.setattr(prune_stream, "plan_removal", lambda bases, *_: sorted(bases)[:-1])
+
+
 MUTANTS: dict[Callable[[Patch], None], int] = {
     labels_stay_after_a_failed_half: 3,
     epochs_are_joined: 0,
     publishers_are_not_replaced: 11,
     snapshots_stay_behind: 0,
+    chains_are_removed: 0,
 }
 """Mutants, and a seed that finds each: the first 40 follow if the code changes and it does not any more."""
 
