@@ -77,11 +77,6 @@ def snapshots_stay_behind(patch: Patch) -> None:
     patch.setattr(Snapshot, "promote", lambda self: None)
 
 
-def leases_are_not_seen(patch: Patch) -> None:
-    """A removal takes what a reader still reads."""
-    patch.setattr(prune_stream, "list_live_leases", lambda *_: [])
-
-
 def chains_are_removed(patch: Patch) -> None:
     """A removal keeps the newest version alone."""
     patch.setattr(prune_stream, "plan_removal", lambda bases, *_: sorted(bases)[:-1])
