@@ -13,8 +13,11 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from shardckpt.checkpoint.load.load import LoadParams, load
+from shardckpt.checkpoint.notice.notice_saves import NoticeSaves
+from shardckpt.checkpoint.notice.notices import Deadline, Notices
+from shardckpt.checkpoint.notice.watch_signals import require_signals
 from shardckpt.checkpoint.run.lineage import Lineage
-from shardckpt.checkpoint.run.save_schedule import SaveSchedule, StepRetention, require_signals
+from shardckpt.checkpoint.run.save_schedule import SaveSchedule, StepRetention
 from shardckpt.checkpoint.run.step_finder import StepFinder, find_root, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep, restore_step, warn_of_faults
 from shardckpt.checkpoint.run.step_saver import NoCaptures, StepSaver, check_options, join_on_event
@@ -25,7 +28,7 @@ from shardckpt.errors import UsageError, require_bools
 from shardckpt.events import OnEvent, require_on_event
 from shardckpt.events.recorder import enter_call
 from shardckpt.native.run_directory import step_name
-from shardckpt.native.step_copies import Durability, require_durable
+from shardckpt.native.step_copies import LOCAL, MEMORY, ROOT, Durability, require_durable
 from shardckpt.plan.retention import Retention, RetentionParams
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
@@ -101,6 +104,9 @@ class Checkpointer:
         process_group: Ranks that call the methods; None for all ranks.
         on_event: Called with an event after each save, load, restore, removal of old steps and fallback.
         witness: Record the training steps after each save, and compare them after a restore; see `witness`.
+        deadline: How the save for a notice inside `save_on_signal` finds out how much time is left: the seconds between
+            a signal and the end, or a function that returns the time of the end in seconds since the epoch, and None
+            without a notice. The save goes to the farthest place that fits. The function is called on a thread.
 
     Raises:
         UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
@@ -128,6 +134,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         on_event: OnEvent | None = None,
         witness: Witness | None = None,
+        deadline: Deadline | None = None,
         **rules: Unpack[RetentionParams],
     ) -> None:
         require_bools(dedup=dedup)
@@ -135,14 +142,20 @@ class Checkpointer:
         settings = require_tiers(tiers, save_every)
         kept = Retention.from_params("Checkpointer", **rules)
         parts = build_run(
-            root, process_group, kept, settings, witness, (save_every, dedup, max_failed_restores), on_event
+            root,
+            process_group,
+            kept,
+            settings,
+            witness,
+            (save_every, dedup, max_failed_restores, Notices(deadline)),
+            on_event,
         )
         self._finder, self._schedule, self._saver, self._retention, self._witness = parts
         self._on_event, self._claims = on_event, DurabilityClaims(self._finder, on_event)
         self.root, self._group = self._finder.root, process_group
         self._arguments: dict[str, Any] = {"save_every": save_every, "dedup": dedup, "tiers": tiers, **rules}
         self._arguments |= {"max_failed_restores": max_failed_restores, "process_group": process_group}
-        self._arguments |= {"on_event": on_event, "witness": witness}
+        self._arguments |= {"on_event": on_event, "witness": witness, "deadline": deadline}
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_again, (type(self), self.root, self._arguments)
@@ -339,7 +352,7 @@ class Checkpointer:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether any rank had received a signal at the last `should_save` or `save`."""
+        """Whether any rank had a notice (a signal or a deadline) at the last `should_save` or `save`."""
         return self._schedule.stop_requested
 
     @_collective
@@ -358,7 +371,7 @@ class Checkpointer:
         return self._schedule.should_save(step, get_ranks(self._group))
 
     def save_on_signal(self, *numbers: int) -> AbstractContextManager[None]:
-        """Make signals request a last save, instead of ending the process.
+        """Make signals, and the `deadline` function, request a last save instead of ending the process.
 
         The next `should_save` reports the signal to all ranks, whichever received it: it returns True, and
         `stop_requested` is True from then on. The caller ends the loop.
@@ -417,23 +430,36 @@ def build_run(
     rules: Retention,
     settings: Sequence[TierSettings],
     witness: Witness | None,
-    numbers: tuple[int | None, bool, int | None],  # `save_every`, `dedup`, `max_failed_restores`
+    limits: tuple[int | None, bool, int | None, Notices],  # `save_every`, `dedup`, `max_failed_restores`, `deadline`
     on_event: OnEvent | None,
 ) -> RunParts:
     """Build a run's parts, with or without tiers."""
-    save_every, dedup, max_failed = numbers
-    folder, promoter = find_root(root), Promoter(on_event)
-    tiers = [build_tier(each, folder, group, on_event, promoter) for each in settings]
+    save_every, dedup, max_failed, notices = limits
+    folder = find_root(root)
+    names = [MEMORY if isinstance(each, PeerMemory) else LOCAL for each in settings]
+    notice_saves = NoticeSaves(folder, [*names, ROOT], notices, on_event)
+    promoter = Promoter(notice_saves.listen(LOCAL, on_event))
+    tiers = [
+        build_tier(each, folder, group, notice_saves.listen(name, on_event), promoter)
+        for name, each in zip(names, settings, strict=True)
+    ]
     local = next((tier.place.finder.root for tier in tiers if isinstance(tier, LocalTier)), "")
     lineage = Lineage(folder, group, on_event, max_failed, has_tiers=bool(tiers), local=local)
-    schedule = SaveSchedule(save_every, [tier.every for tier in tiers], lineage.record_completed)
+    schedule = SaveSchedule(save_every, [tier.every for tier in tiers], lineage.record_completed, notice_saves)
     finder, captures = StepFinder(folder, group, lineage), NoCaptures()
     if tiers:
         finder = tiered = TieredFinder(folder, group, [tier.place for tier in tiers], lineage)
         captures = Captures(tiers, schedule, tiered, lineage, promoter)
     retention, session = StepRetention(rules, finder, on_event), open_session(witness, finder, on_event)
     saver = StepSaver(
-        finder, retention, schedule, lineage, captures, session.start_record, dedup=dedup, on_event=on_event
+        finder,
+        retention,
+        schedule,
+        lineage,
+        captures,
+        session.start_record,
+        dedup=dedup,
+        on_event=notice_saves.listen(ROOT, on_event),
     )
     return RunParts(finder, schedule, saver, retention, session)
 

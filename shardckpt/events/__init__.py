@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardckpt.events.run_events import (
         BackpressureEvent,
         FallbackEvent,
+        PreemptionEvent,
         PromotionEvent,
         PruneEvent,
         PublishEvent,
@@ -46,6 +47,7 @@ __all__ = [
     "LoadEvent",
     "OnEvent",
     "OperationEvent",
+    "PreemptionEvent",
     "PromotionEvent",
     "PruneEvent",
     "PublishEvent",

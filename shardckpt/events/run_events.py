@@ -145,6 +145,45 @@ class WaitEvent(OperationEvent):
 
 
 @dataclass(frozen=True)
+class PreemptionEvent(OperationEvent):
+    """What a run did about a notice that it ends (`Checkpointer(deadline=...)`).
+
+    On rank 0 when the save has ended or its time is over, or on a rank whose step did not end in time. The path is the
+    run's; the error says why nothing was committed.
+
+    Attributes:
+        grace_s: Seconds that were left when the save started; None if they were unknown.
+        chosen: Farthest place that fitted: `memory`, `local` or `root`; if none fitted, the nearest. Empty if the step
+            did not end.
+        expected_s: Seconds that a save was expected to take, by place; without places that no save had measured.
+        committed: Places that have the step, as rank 0 sees them.
+        survives: Failures that the step survives, as for `durability`, and `leaving nodes`: the loss of all nodes that
+            have a notice.
+        notices: Signals and deadlines so far.
+        saves_begun: Saves that this process began because of them.
+        saves_committed: How many of these were committed in at least one place.
+    """
+
+    operation: ClassVar[str] = "preemption"
+    grace_s: float | None = None
+    chosen: str = ""
+    expected_s: Mapping[str, float] = field(default_factory=dict)
+    committed: tuple[str, ...] = ()
+    survives: tuple[str, ...] = ()
+    notices: int = 0
+    saves_begun: int = 0
+    saves_committed: int = 0
+
+    def describe_result(self) -> str:
+        """Return what was saved, and the counters, as text."""
+        left = "an unknown time" if self.grace_s is None else f"{self.grace_s:.1f} s"
+        saved = f"step {self.step} is in {' and '.join(self.committed)}" if self.committed else "no step is saved"
+        survives = f", survives losing {', '.join(self.survives)}" if self.survives else ""
+        counts = f"{self.notices} notices, {self.saves_begun} saves begun, {self.saves_committed} committed"
+        return f"{left} left, {saved}{survives} ({counts})"
+
+
+@dataclass(frozen=True)
 class PublishEvent(OperationEvent):
     """A version of the weights in a stream was published (`Publisher.publish`), in the background.
 

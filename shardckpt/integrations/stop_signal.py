@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
-from shardckpt.checkpoint.run.save_schedule import SaveSchedule, require_signals
+from shardckpt.checkpoint.notice.watch_signals import require_signals
+from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.events.recorder import enter_call
 from shardckpt.ranks.process_group import get_ranks
 

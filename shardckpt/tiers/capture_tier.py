@@ -79,6 +79,7 @@ class CaptureTier(ABC):
         promoted: Steps that this node has copied to the tier, if each node has a part.
         is_spread: Whether the last capture was on several nodes, each with a part.
         pending: The last capture; None once it was settled.
+        copies: How many other machines keep a copy of each capture.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class CaptureTier(ABC):
         self.is_spread = False
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self.pending: StepTask | None = None
-        self._copies, self._copied = copies, ""
+        self.copies, self._copied = copies, ""
         self._has_warned_of_copies = self._lacks_copies = False
 
     @abstractmethod
@@ -128,9 +129,9 @@ class CaptureTier(ABC):
 
     def _warn_of_copies(self, machines: int) -> None:
         """Warn once if there are too few machines for the copies. On rank 0."""
-        if self._copies >= machines and not self._has_warned_of_copies:
+        if self.copies >= machines and not self._has_warned_of_copies:
             self._has_warned_of_copies = True
-            found = f"{machines} machine{'s' * (machines != 1)} for copies={self._copies}"
+            found = f"{machines} machine{'s' * (machines != 1)} for copies={self.copies}"
             warn_user(f"captures in {self._shown} get fewer copies than asked for: {found}")
 
     def open_nodes(self, number: int, share: NodeShare, *, is_open: bool) -> bool:
@@ -150,16 +151,16 @@ class CaptureTier(ABC):
             StorageError: The capture is not complete; RankError on other ranks.
         """
         give_marks(coordinator, self.place.open_own(), step_name(number), is_first=share.is_first)
-        self.replicate(coordinator, number)
+        self.replicate(coordinator, number, share.leaving)
         if share.is_first:
             self.promoted.count_all()
             self.apply_rules(number, is_idle=True)
 
-    def replicate(self, coordinator: LinkedGroup, number: int) -> None:
-        """Copy a capture to other nodes. Collective."""
-        if self._copies:
+    def replicate(self, coordinator: LinkedGroup, number: int, leaving: Collection[str] = ()) -> None:
+        """Copy a capture to nodes that stay; a leaving node's files at least once. Collective."""
+        if self.copies or leaving:
             own, node, folder = self.place.open_own(), self.place.find_node(), step_name(number)
-            copied = copy_step(coordinator, own, node, folder, self._copies)
+            copied = copy_step(coordinator, own, node, folder, self.copies, leaving)
             self._note_copies(coordinator.rank, number, copied)
             self._copied = folder
             # The newest capture on more machines is kept too: another start may have captured it.

@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
+from shardckpt.checkpoint.notice.notice_saves import NoticeShare
 from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import StepFault, require_step_number
@@ -27,10 +28,11 @@ from shardckpt.checkpoint.save.planner import SaveHooks
 from shardckpt.checkpoint.save.save import read_notes
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.native.step_copies import ROOT
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.node_opening import NodeShare
-from shardckpt.tiers.peer_memory import find_node_id
+from shardckpt.tiers.peer_memory import find_machine_of, find_node_id
 from shardckpt.tiers.peers.promoted_steps import PromotedStep, find_common_steps
 from shardckpt.tiers.promoter import Promoter, Promotion
 from shardckpt.tiers.tiered_finder import TieredFinder
@@ -51,7 +53,8 @@ class _Places(NamedTuple):
     tiers: list[int]  # indexes of the tiers that take the step: the first captures it, the others get copies
     opened: list[int]  # indexes of the tiers that all nodes have made ready
     in_root: bool
-    share: tuple[int, bool] = (1, False)  # `NodeShare`
+    is_asked: bool = False  # a rank has a notice
+    share: tuple[int, bool, Sequence[str]] = (1, False, ())  # `NodeShare`
     has_own_record: bool = False  # the rank keeps a copy of the witness record on its node
     # Steps that all nodes have copied, by tier, if one is new.
     common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
@@ -73,6 +76,7 @@ class Captures(NoCaptures):
         self._schedule, self._tiers, self._finder = schedule, tuple(tiers), finder
         self._lineage, self._promoter = lineage, promoter
         self._is_first, self._last = False, -1
+        self._is_needed_soon = False  # a deadline chooses the places of the step
         self._process = os.getpid()
 
     def record_restore(self, number: int) -> None:
@@ -84,6 +88,7 @@ class Captures(NoCaptures):
     ) -> CapturedStep:
         """Capture a step in the tiers that take it, in the background; return where it belongs. Collective."""
         self._require_own_process()
+        self._is_needed_soon = self._schedule.has_deadline
         self._settle_tiers(step)
         with gc_paused():
             given, about = dict[str, Any](), dict[str, str]()
@@ -95,6 +100,7 @@ class Captures(NoCaptures):
             except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
                 message = error
             places = self._agree(message)
+            self._schedule.set_requested(places.is_asked)
             self._last = places.number
             about.update(build_run_notes(places.branch, places.mark))
             captured = self._capture(places, state, SaveHooks(about), given)
@@ -114,7 +120,12 @@ class Captures(NoCaptures):
         """Return this rank's message: the step, the node, and what is ready there."""
         folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
         copied = {tier.place.name: tier.promoted.uncounted for tier in self._tiers if tier.promoted.uncounted}
-        return json.dumps([number, find_node_id(), folders, self._open_again(number), copied]).encode()
+        notice = self._schedule.notice_saves.notices.describe()
+        return json.dumps([number, find_node_id(), folders, self._open_again(number), copied, notice]).encode()
+
+    def _takes(self, tier: CaptureTier, number: int) -> bool:
+        """Return True if a step may go into a tier: it is its turn, or a deadline chooses the places."""
+        return self._is_needed_soon or tier.takes(number)
 
     def _agree(self, message: bytes | Exception) -> _Places:
         """Agree where to save the step. Collective."""
@@ -160,7 +171,7 @@ class Captures(NoCaptures):
 
     def _open_again(self, number: int) -> dict[str, str]:
         """Make ready the tiers that were ready at the last step, so that ranks agree only on changes; return faults."""
-        tiers = [tier for tier in self._tiers if self._is_first and tier.opening.is_ready and tier.takes(number)]
+        tiers = [tier for tier in self._tiers if self._is_first and tier.opening.is_ready and self._takes(tier, number)]
         return {tier.place.name: tier.opening.find_fault() for tier in tiers}
 
     def _open_tiers(self, places: _Places, share: NodeShare) -> list[CaptureTier]:
@@ -169,7 +180,7 @@ class Captures(NoCaptures):
         opened = []
         for index, tier in enumerate(self._tiers):
             if index not in places.tiers:
-                tier.opening.is_ready = tier.opening.is_ready and not tier.takes(places.number)
+                tier.opening.is_ready = tier.opening.is_ready and not self._takes(tier, places.number)
             elif tier.open_nodes(places.number, share, is_open=index in places.opened):
                 opened.append(tier)
         return opened
@@ -205,12 +216,12 @@ class Captures(NoCaptures):
         with suppress(UsageError):  # all ranks raise it below
             number = require_step_number(step)
             for tier in self._tiers:
-                if tier.takes(number):
+                if self._takes(tier, number):
                     tier.settle_before_next()  # before the ranks agree: a failure there counts for this step
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose where to save a step. On rank 0."""
-        numbers, nodes, folders, faults, copied = zip(*map(json.loads, messages), strict=True)
+        numbers, nodes, folders, faults, copied, notices = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
         ready, opened = [], []
@@ -218,14 +229,15 @@ class Captures(NoCaptures):
             name = tier.place.name
             other = _find_other_folder([first[node] for node in nodes], [each.get(name) for each in folders])
             found = {rank: faults[rank].get(name) for rank in first.values() if rank}
-            if not tier.takes(number) or not tier.prepare(number, set(nodes), other):
+            if not self._takes(tier, number) or not tier.prepare(number, set(nodes), other):
                 continue
             if tier.opening.refuse_on(number, ((rank, fault or "") for rank, fault in found.items())):
                 continue
             ready.append(index)
             if None not in found.values():
                 opened.append(index)
-        in_root = self._schedule.is_for_root(number)
+        leaving = _find_leaving(nodes, [has_notice for has_notice, *_ in notices])
+        in_root, ready = self._choose_before_deadline(number, notices, ready, nodes, leaving)
         branch = self._lineage.find_branch(number, self._finder.newest_branch)
         try:
             branch = self._lineage.open_epoch(branch, is_for_root=in_root)
@@ -233,18 +245,42 @@ class Captures(NoCaptures):
             branch += 1  # newer than all that is known
             for index in ready:
                 self._tiers[index].refuse(number, error)
-            ready, opened = [], []
+            ready, opened, in_root = [], [], in_root or self._schedule.has_deadline
         mark = self._lineage.make_mark()
         self._finder.own.record(number, mark)
-        places = _Places(number, branch, mark, ready, opened, in_root)
+        places = _Places(number, branch, mark, ready, opened, in_root, self._schedule.stop_requested)
         places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
         keepers = choose_record_keepers(list(first.values()))
         return [
             json.dumps(
-                places._replace(share=(len(first), first[node] == rank), has_own_record=rank in keepers)
+                places._replace(share=(len(first), first[node] == rank, leaving), has_own_record=rank in keepers)
             ).encode()
             for rank, node in enumerate(nodes)
         ]
+
+    def _choose_before_deadline(
+        self, number: int, notices: Sequence[Any], ready: list[int], nodes: Sequence[str], leaving: Sequence[str]
+    ) -> tuple[bool, list[int]]:
+        """Return whether a step belongs into the root, and the tiers that take it. On rank 0."""
+        share = _describe_nodes(nodes, leaving, self._tiers[ready[0]].copies if ready else 0)
+        names = [*(self._tiers[index].place.name for index in ready), ROOT]
+        chosen = self._schedule.choose_places(number, notices, names, share)
+        if chosen is None:
+            return self._schedule.is_for_root(number), ready
+        return ROOT in chosen.names, [index for index in ready if self._tiers[index].place.name in chosen.names]
+
+
+def _find_leaving(nodes: Sequence[str], has_notice: Sequence[bool]) -> list[str]:
+    """Return the nodes with a notice; empty if no node stays."""
+    leaving = {node for node, is_leaving in zip(nodes, has_notice, strict=True) if is_leaving}
+    return sorted(leaving) if len(leaving) < len({*nodes}) else []
+
+
+def _describe_nodes(nodes: Sequence[str], leaving: Sequence[str], copies: int) -> NoticeShare:
+    """Return on how many machines each file is to be, and whether those of leaving nodes are copied to others."""
+    going, staying = {*map(find_machine_of, leaving)}, {*map(find_machine_of, {*nodes} - {*leaving})}
+    has_partners = all(staying - {machine} for machine in going)
+    return NoticeShare(1 + min(copies, len(staying) - 1), bool(leaving) and has_partners)
 
 
 def choose_record_keepers(first: Sequence[int]) -> set[int]:

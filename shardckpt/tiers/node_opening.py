@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ class NodeShare(NamedTuple):
 
     nodes: int
     is_first: bool  # this rank acts for its node
+    leaving: Sequence[str] = ()  # ids of nodes with a notice; empty unless other nodes have none
 
 
 class NodeOpening:

@@ -80,3 +80,8 @@ def find_node_id() -> str:
         status = os.stat(find_first_mount())
         place = f"{status.st_dev} {status.st_ino}"
     return f"{_find_machine_id()} {place}"
+
+
+def find_machine_of(node: str) -> str:
+    """Return the id of a node's machine, from what `find_node_id` returned there."""
+    return node.removesuffix(" ") if node.endswith(" ") else node.rsplit(" ", 2)[0]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import operator
-import os
-import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import chain
-from types import FrameType
 from typing import Any, Literal
 
+from shardckpt.checkpoint.notice.notice_saves import NoticeSaves, NoticeShare
+from shardckpt.checkpoint.notice.notices import RankNotice
+from shardckpt.checkpoint.notice.place_prediction import ChosenPlaces
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, find_unreadable, require_step_number
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
 from shardckpt.events import OnEvent, PruneEvent, Recorder, emit
@@ -26,8 +25,6 @@ from shardckpt.storage.store import Store
 
 _SIGNAL, _FAILURE = 1, 2
 
-_handlers_before: list[dict[int, Any]] = []  # of each `watch`, the outermost first
-
 
 @dataclass
 class BackgroundSave:
@@ -37,13 +34,19 @@ class BackgroundSave:
 
 
 class SaveSchedule:
-    """Schedules the steps to save."""
+    """Schedules the steps to save.
+
+    Attributes:
+        stop_requested: Whether any rank received a notice and all ranks have agreed on it.
+        notice_saves: Notices of this process, and the saves that they ask for.
+    """
 
     def __init__(
         self,
         save_every: int | None,
         tier_every: Sequence[int] = (),
         on_completed: Callable[[int], object] = lambda _: None,
+        notice_saves: NoticeSaves | None = None,
     ) -> None:
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` must be a positive integer", found=repr(save_every))
@@ -51,10 +54,13 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._background: BackgroundSave | None = None
         self._is_due = self._is_watching = False
-        # `has_signal`: whether this process received a signal
-        # `stop_requested`: whether any rank received a signal and all ranks have agreed on it
-        self.has_signal = self.stop_requested = False
+        self.stop_requested, self.notice_saves = False, notice_saves or NoticeSaves()
         self._on_completed = on_completed  # called with the number of a training step that has ended
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether this process received a notice."""
+        return self.notice_saves.notices.has_notice
 
     def record_restore(self, number: int) -> None:
         """Record that a step was restored, so that it is not saved again."""
@@ -68,7 +74,36 @@ class SaveSchedule:
     def set_requested(self, is_requested: bool) -> None:
         """Record whether the ranks agreed that a signal requested a stop."""
         if is_requested and not self.stop_requested:
-            self.stop_requested = self._is_due = True
+            self.stop_requested = self._is_due = self.notice_saves.is_agreed = True
+
+    @property
+    def has_deadline(self) -> bool:
+        """Whether the next save is the one that a notice asks for, and has a deadline; equal on all ranks."""
+        return self._is_due and self.notice_saves.notices.has_deadline
+
+    def choose_places(
+        self,
+        number: int,
+        notices: Sequence[Any],
+        names: Sequence[str],
+        share: NoticeShare | None = None,
+        *,
+        has_started: bool = False,
+    ) -> ChosenPlaces | None:
+        """Choose the places for a step before a deadline; None if the schedule decides, or they are chosen. On rank 0.
+
+        Args:
+            number: Step number.
+            notices: All ranks' `RankNotice` as JSON.
+            names: Places that can take the step, the nearest first.
+            share: Nodes of its captures.
+            has_started: Whether the step is captured already.
+        """
+        notice = RankNotice.merge([RankNotice(*each) for each in notices])
+        self.set_requested(notice.has_notice)
+        if not self.has_deadline or self.notice_saves.is_planned(number):
+            return None
+        return self.notice_saves.plan(number, notice, names, share, has_started=has_started)
 
     def should_save(self, step: Any, coordinator: LinkedGroup) -> bool:
         """Return True if a step should be saved. Collective inside `watch`."""
@@ -103,71 +138,12 @@ class SaveSchedule:
     @contextmanager
     def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:
         """Record signals inside the context; restore their handlers on exit."""
-        before: dict[int, Any] = {}
         try:
-            for number in numbers:
-                before[number] = _set_handler(number, self._note)
-            _handlers_before.append(before)
-            self._is_watching = True
-            yield
+            with self.notice_saves.notices.watch(numbers):
+                self._is_watching = True
+                yield
         finally:
             self._is_watching = False
-            _restore_handlers(before)
-            _handlers_before[:] = filter(None, _handlers_before)
-
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.has_signal = True
-
-
-def require_signals(numbers: Sequence[object]) -> tuple[int, ...]:
-    """Return signals as their numbers."""
-    known = signal.valid_signals()
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or number not in known:
-            fix = "Pass members of the module signal, such as signal.SIGTERM."
-            raise UsageError("each argument must be a signal's number", found=repr(number), fix=fix)
-    return tuple(number for number in numbers if isinstance(number, int))
-
-
-def _set_handler(number: int, handler: Callable[[int, FrameType | None], None]) -> Any:
-    try:
-        return signal.signal(number, handler)
-    except (ValueError, OSError) as error:
-        raise UsageError("this signal cannot be handled here", found=error, expected="the main thread") from error
-
-
-def _restore_handlers(before: dict[int, Any]) -> None:
-    while before:
-        number, handler = before.popitem()
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-_masks = threading.local()  # signals that a thread blocked before it began to fork
-
-
-def _block_before_fork() -> None:
-    """Block watched signals: a child that gets one before its handlers are restored would ignore it."""
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [*chain.from_iterable(_handlers_before)])
-
-
-def _unblock_after_fork() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
-
-
-def _restore_handlers_in_child() -> None:
-    """Make a fork end as it would outside the blocks: `multiprocessing` ends its daemons and pools by SIGTERM."""
-    while _handlers_before:
-        numbers = [*_handlers_before[-1]]
-        _restore_handlers(_handlers_before.pop())
-        for number in numbers:  # schedulers send these to loader workers too, which must live until the save
-            if number != signal.SIGTERM and signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, signal.SIG_IGN)
-    _unblock_after_fork()
-
-
-os.register_at_fork(
-    before=_block_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_restore_handlers_in_child
-)
 
 
 def _merge_flags(messages: list[bytes]) -> list[bytes]:

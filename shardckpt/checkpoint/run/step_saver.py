@@ -23,6 +23,7 @@ from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
 from shardckpt.native.commit import BRANCH, MARK
 from shardckpt.native.run_directory import METRIC, WRITER, manifest_fault, read_run, step_name
+from shardckpt.native.step_copies import ROOT
 from shardckpt.ranks.process_group import get_ranks, resolve_process_group
 from shardckpt.torchrun import describe_versions
 
@@ -114,6 +115,7 @@ class StepSaver:
             self.async_save(step, state, metrics, options)
             return
         root = self._prepare_root(save, step, metrics, options, None)
+        self._schedule.notice_saves.note_root_start()
         save_with(root.hooks, state, self._path(root.number), root.options)
         is_first = get_ranks(self._group).rank == 0
         if is_first:
@@ -159,6 +161,7 @@ class StepSaver:
 
         given: Any = {**root.options, "on_event": on_event}
         own = {name: given.pop(name) for name in ("max_staging_bytes", "on_busy", "overlap_staging") if name in given}
+        self._schedule.notice_saves.note_root_start()
         handle = start_async_save(SAVES, root.hooks, state, self._path(root.number), given, **own)
         self._running = StepTask(root.number, handle)
         self._record_save(root.number, root.branch, background)
@@ -216,7 +219,7 @@ class StepSaver:
             options = check_options(verb, options, self._group)
             read_notes(options.get("custom_metadata"))
             numbers = encode_metrics(metrics)
-            message = json.dumps([require_step_number(step), self._schedule.has_signal]).encode()
+            message = json.dumps([require_step_number(step), self._schedule.notice_saves.notices.describe()]).encode()
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
         names, may_overwrite = [name.removeprefix(METRIC) for name in numbers], options.get("overwrite", False)
@@ -241,7 +244,7 @@ class StepSaver:
         self, messages: list[bytes], names: list[str], captured: CapturedStep | None, may_overwrite: bool
     ) -> list[bytes]:
         """Check that the step's folder can be written; return the answers."""
-        numbers, signals = zip(*map(json.loads, messages), strict=True)
+        numbers, notices = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         is_replaceable = self._finder.is_replaceable(number)
         unranked = self._retention.find_ranking_fault(number, names)
@@ -255,7 +258,11 @@ class StepSaver:
             mark = self._lineage.make_mark()
         else:
             branch, mark = captured.branch, captured.mark
-        answer = [may_overwrite or is_replaceable, any(signals), unranked, branch, mark]
+        captures = () if captured is None else captured.places  # a notice may come after the step was captured
+        names = [*(place.finder.tier for place in captures), ROOT]
+        self._schedule.choose_places(number, notices, names, has_started=captured is not None)
+        is_asked = any(has_notice for has_notice, *_ in notices)
+        answer = [may_overwrite or is_replaceable, is_asked, unranked, branch, mark]
         return [json.dumps(answer).encode()] * len(messages)
 
 

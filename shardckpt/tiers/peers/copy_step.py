@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -37,12 +37,14 @@ class CopiedStep(NamedTuple):
     faults: tuple[str, ...]  # why copies failed, equal on all ranks; empty if all copies exist
 
 
-def copy_step(coordinator: LinkedGroup, own: Store, node: Node, folder: str, copies: int) -> CopiedStep:
+def copy_step(
+    coordinator: LinkedGroup, own: Store, node: Node, folder: str, copies: int, leaving: Collection[str] = ()
+) -> CopiedStep:
     """Copy a step's files that are on too few machines; wait until each copy is acknowledged or fails. Collective."""
     # All nodes have the step's marks already.
     start = time.monotonic()
     report = report_files(own, node, [folder])
-    order = share_copy_orders(coordinator, report, folder, copies)
+    order = share_copy_orders(coordinator, report, folder, copies, leaving)
     known = _know_files(order, own, report, folder)
     fault = f"no node has {order.lost} of its files" if order.lost and coordinator.rank == 0 else ""
     with PeerExchange(coordinator, own, known.forget) as exchange:
@@ -67,12 +69,14 @@ def _know_files(order: CopyOrder, own: Store, report: NodeReport, folder: str) -
     return known
 
 
-def share_copy_orders(coordinator: LinkedGroup, report: NodeReport, folder: str, copies: int) -> CopyOrder:
+def share_copy_orders(
+    coordinator: LinkedGroup, report: NodeReport, folder: str, copies: int, leaving: Collection[str] = ()
+) -> CopyOrder:
     """Return what this rank copies; rank 0 sends each rank only its part of the plan. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
-        return [order.encode() for order in plan_copy_orders(catalog, folder, copies)]
+        return [order.encode() for order in plan_copy_orders(catalog, folder, copies, leaving)]
 
     return CopyOrder.decode(coordinator.ask_rank0("planning copies on other nodes", report.encode(), decide))
 

@@ -11,13 +11,14 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.tiers.peers.node_files import Node, NodeCatalog
 
 
-def choose_partners(nodes: Sequence[Node], copies: int) -> list[tuple[int, ...]]:
-    """Return for each node which nodes keep copies of its files, as indices."""
+def choose_partners(nodes: Sequence[Node], copies: int, leaving: Collection[str] = ()) -> list[tuple[int, ...]]:
+    """Return for each node which nodes, none of them leaving, keep copies of its files, as indices."""
     # Partners are on different machines, and on different racks if possible. Every node keeps copies for about as many
     # others. With too few machines there are fewer partners.
     racks: dict[str, _Rack] = {}
     for index, node in enumerate(nodes):
-        racks.setdefault(node.rack, _Rack(node.rack)).add(index)
+        if node.name not in leaving:
+            racks.setdefault(node.rack, _Rack(node.rack)).add(index)
     least_loaded = [(0, number, rack) for number, rack in enumerate(racks.values())]
     partners = []
     for index, node in enumerate(nodes):
@@ -88,16 +89,18 @@ def _take_partner(
     return chosen
 
 
-def plan_copies(catalog: NodeCatalog, folder: str, copies: int) -> dict[int, list[str]]:
+def plan_copies(catalog: NodeCatalog, folder: str, copies: int, leaving: Collection[str] = ()) -> dict[int, list[str]]:
     """Return a step's files that ranks copy to their nodes, by rank."""
-    # After the copies each file is on `copies` + 1 machines, if there are as many.
-    partners = choose_partners(catalog.nodes, copies)
+    # After the copies each file is on `copies` + 1 machines, if there are as many; a leaving node's is copied once at
+    # least.
+    partners = choose_partners(catalog.nodes, max(copies, 1) if leaving else copies, leaving)
     orders: dict[int, list[str]] = {}
     for number, (name, held) in enumerate(sorted(catalog.files.get(folder, {}).items())):
         machines = {catalog.nodes[index].machine for index in held.nodes}
+        wanted = max(copies, 1) if catalog.nodes[held.nodes[0]].name in leaving else copies
         for target in partners[held.nodes[0]]:
             machine = catalog.nodes[target].machine
-            if len(machines) <= copies and machine not in machines:
+            if len(machines) <= wanted and machine not in machines:
                 machines.add(machine)
                 members = catalog.ranks[target]
                 orders.setdefault(members[number % len(members)], []).append(name)
@@ -123,9 +126,9 @@ class CopyOrder(NamedTuple):
         return cls(tuple(names), machines, lost, NodeCatalog.decode(catalog))
 
 
-def plan_copy_orders(catalog: NodeCatalog, folder: str, copies: int) -> list[CopyOrder]:
+def plan_copy_orders(catalog: NodeCatalog, folder: str, copies: int, leaving: Collection[str] = ()) -> list[CopyOrder]:
     """Return each rank's order, whose size does not grow with the nodes."""
-    orders = plan_copies(catalog, folder, copies)
+    orders = plan_copies(catalog, folder, copies, leaving)
     machines = len({node.machine for node in catalog.nodes})
     files = catalog.files.get(folder, {})
     lost = catalog.totals.get(folder, 1) - len(files)

@@ -33,8 +33,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
+def wait_for(condition: Callable[[], object], limit_s: float = _DEADLINE_S) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from shardckpt.checkpoint.run import save_schedule
+from shardckpt.checkpoint.notice import watch_signals
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 
 _LIMIT_S = 20
@@ -57,14 +57,14 @@ class TestAFork:
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def test_sigterm_ends_it_also_before_its_handlers_are_restored(self, monkeypatch):
-        parent, restore = os.getpid(), save_schedule._restore_handlers
+        parent, restore = os.getpid(), watch_signals._restore_handlers
 
         def end_first(before):
             if os.getpid() != parent:
                 os.kill(os.getpid(), signal.SIGTERM)
             restore(before)
 
-        monkeypatch.setattr(save_schedule, "_restore_handlers", end_first)
+        monkeypatch.setattr(watch_signals, "_restore_handlers", end_first)
         with handled(signal.SIGTERM, signal.SIG_DFL), SaveSchedule(None).watch((signal.SIGTERM,)):
             assert exit_of_forked() == -signal.SIGTERM
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
