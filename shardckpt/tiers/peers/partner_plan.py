@@ -97,11 +97,12 @@ def plan_copies(catalog: NodeCatalog, folder: str, copies: int, leaving: Collect
     orders: dict[int, list[str]] = {}
     for number, (name, held) in enumerate(sorted(catalog.files.get(folder, {}).items())):
         machines = {catalog.nodes[index].machine for index in held.nodes}
-        wanted = max(copies, 1) if catalog.nodes[held.nodes[0]].name in leaving else copies
+        is_safe = not leaving or any(catalog.nodes[index].name not in leaving for index in held.nodes)
         for target in partners[held.nodes[0]]:
             machine = catalog.nodes[target].machine
-            if len(machines) <= wanted and machine not in machines:
+            if (len(machines) <= copies or not is_safe) and machine not in machines:
                 machines.add(machine)
+                is_safe = True
                 members = catalog.ranks[target]
                 orders.setdefault(members[number % len(members)], []).append(name)
     return orders

@@ -61,6 +61,25 @@ def test_after_the_copies_each_file_is_on_all_machines_up_to_the_number(nodes, c
     assert plan_copies(after, FOLDER, copies) == {}
 
 
+@given(clusters(), st.integers(0, 3), st.data())
+def test_files_of_a_leaving_node_get_a_copy_on_a_machine_that_stays(nodes, copies, data):
+    leaving = data.draw(st.sets(st.sampled_from([node.name for node in nodes])))
+    reports = [NodeReport(node, {FOLDER: NodeStep("save", len(nodes), {f"f-{node.name}": 7})}) for node in nodes]
+    orders = plan_copies(NodeCatalog.from_reports(reports), FOLDER, copies, leaving)
+    targets = {name: [nodes[rank] for rank, names in orders.items() if name in names] for name in map(file_of, nodes)}
+    for node in nodes:
+        kept = targets[file_of(node)]
+        free = {each.machine for each in nodes if each.name not in leaving} - {node.machine}
+        assert all(each.name not in leaving and each.machine != node.machine for each in kept)
+        assert len({each.machine for each in kept}) == len(kept)
+        wanted = max(copies, 1) if node.name in leaving else copies
+        assert len(kept) == min(wanted, len(free)), "and not more than asked for"
+
+
+def file_of(node: Node) -> str:
+    return f"f-{node.name}"
+
+
 def read_orders(nodes: int) -> list[CopyOrder]:
     """Orders of a step whose nodes have two ranks each, with a file of each rank, and the marks on all nodes."""
     total = 2 * nodes + 1
