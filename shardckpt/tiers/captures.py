@@ -32,7 +32,7 @@ from shardckpt.native.step_copies import ROOT
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.node_opening import NodeShare
-from shardckpt.tiers.peer_memory import find_machine_id, find_node_id
+from shardckpt.tiers.peer_memory import find_node_id, parse_machine_id
 from shardckpt.tiers.peers.promoted_steps import PromotedStep, find_common_steps
 from shardckpt.tiers.promoter import Promoter, Promotion
 from shardckpt.tiers.tiered_finder import TieredFinder
@@ -278,7 +278,7 @@ def _find_leaving(nodes: Sequence[str], has_notice: Sequence[bool]) -> list[str]
 
 def _describe_nodes(nodes: Sequence[str], leaving: Sequence[str], copies: int) -> NoticeShare:
     """Return on how many machines each file is to be, and whether those of leaving nodes are copied to others."""
-    going, staying = {*map(find_machine_id, leaving)}, {*map(find_machine_id, {*nodes} - {*leaving})}
+    going, staying = {*map(parse_machine_id, leaving)}, {*map(parse_machine_id, {*nodes} - {*leaving})}
     has_partners = all(staying - {machine} for machine in going)
     return NoticeShare(1 + min(copies, len(staying) - 1), bool(leaving) and has_partners)
 

@@ -82,6 +82,6 @@ def find_node_id() -> str:
     return f"{_find_machine_id()} {place}"
 
 
-def find_machine_id(node: str) -> str:
+def parse_machine_id(node: str) -> str:
     """Return the id of a node's machine, from what `find_node_id` returned there."""
     return node.removesuffix(" ") if node.endswith(" ") else node.rsplit(" ", 2)[0]
