@@ -26,13 +26,13 @@ from shardckpt.checkpoint.notice.place_prediction import LEAVING
 from shardckpt.checkpoint.run import step_restore
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.save.session import SaveSession
-from shardckpt.errors import StorageError
+from shardckpt.errors import RankError, StorageError
 from shardckpt.events import PreemptionEvent
 from shardckpt.storage.local import LocalWriter
 from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.memory.memory_store import MemoryWriter
 from shardckpt.tiers.promoter import Promoter
-from tests.kit.ranks.harness import run
+from tests.kit.ranks.harness import outcomes, run
 from tests.kit.runs.tier_runs import captures, empty_memory, enter, is_step, make_state, wait_for
 from tests.kit.runs.tier_runs import restore as restore_tiers
 from tests.kit.runs.tier_runs import sharded_state as state
@@ -471,6 +471,33 @@ def test_copies_go_to_no_node_that_leaves_too(tmp_path):
 def test_if_all_nodes_leave_copies_are_as_ever(tmp_path):
     found = run(2, leave, tmp_path / "run", "ab", "ab", 1)
     assert found[0][0] == [(("memory",), ("process", "node"))]
+
+
+def lose_rank(rank: int, world: int, root: Path) -> tuple:
+    """Lose the rank with the notice while its save writes; return what rank 0 reports."""
+    seen: list = []
+    ck = Checkpointer(root, on_event=seen.append, deadline=60)
+    ck.save(1, state(world, 1))
+    write = SaveSession.write
+
+    def die(*args: object, **options: object) -> object:
+        return os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else write(*args, **options)
+
+    SaveSession.write = die
+    with ck.save_on_signal():
+        if rank == 1:
+            os.kill(os.getpid(), SIGNAL)
+        assert ck.should_save(2)
+        with pytest.raises(RankError):
+            ck.save(2, state(world, 2))
+    return [(event.committed, str(event.error)) for event in only_preemptions(seen)], ck.steps()
+
+
+def test_a_rank_that_is_gone_before_the_commit_leaves_the_step_before_and_a_report(tmp_path):
+    found, _ = outcomes(2, lose_rank, tmp_path / "run", group_timeout=5.0)
+    ((committed, error),), steps = found.value
+    assert committed == () and steps == (1,)
+    assert "no save was committed after the notice" in error and "rank 1 of 2" in error
 
 
 def test_warnings_as_errors_do_not_end_the_training(tmp_path):
