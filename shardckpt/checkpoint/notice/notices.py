@@ -141,15 +141,15 @@ class Notices:
         """Return the seconds that are left, negative after the deadline; None if they are unknown."""
         if not (self.has_notice or self._arrived_at is not None):
             return None
-        if self._is_answering and self._deadline_at is None and self._arrived_at is not None:
-            self._answered.wait(MAX_ASK_S)
         at = self._deadline_at
         if self._grace is not None and self._arrived_at is not None:
             at = self._arrived_at + self._grace
         return None if at is None else at - self._clocks.monotonic()
 
     def describe(self) -> RankNotice:
-        """Return this rank's notice."""
+        """Return this rank's notice; wait shortly for the function's answer to a signal."""
+        if self._is_answering and self._deadline_at is None and self._arrived_at is not None:
+            self._answered.wait(MAX_ASK_S)
         is_needed = self.has_notice and self.has_deadline
         return RankNotice(self.has_notice, self.find_left_s() if is_needed else None, self.count)
 
