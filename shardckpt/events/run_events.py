@@ -179,7 +179,7 @@ class PreemptionEvent(OperationEvent):
         left = "an unknown time" if self.grace_s is None else f"{self.grace_s:.1f} s"
         saved = f"step {self.step} is in {' and '.join(self.committed)}" if self.committed else "no step is saved"
         survives = f", survives losing {', '.join(self.survives)}" if self.survives else ""
-        counts = f"{self.notices} notices, {self.saves_begun} saves begun, {self.saves_committed} committed"
+        counts = f"notices: {self.notices}, saves begun: {self.saves_begun}, committed: {self.saves_committed}"
         return f"{left} left, {saved}{survives} ({counts})"
 
 

@@ -410,7 +410,7 @@ def test_torchrun_passes_its_signal_on_and_waits_for_the_save(tmp_path):
     finally:
         job.kill()
     (step,) = shardckpt.Checkpointer(tmp_path / "run").steps()
-    assert f"step {step} is in root" in printed and "1 saves begun, 1 committed" in printed
+    assert f"step {step} is in root" in printed and "saves begun: 1, committed: 1" in printed
     into = {"weight": torch.zeros(4)}
     assert shardckpt.Checkpointer(tmp_path / "run").restore(into) == step
     assert torch.equal(into["weight"], torch.full((4,), float(step)))

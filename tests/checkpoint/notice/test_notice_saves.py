@@ -93,7 +93,7 @@ class TestTheReport:
         lines = [record.message for record in caplog.records if record.message.startswith("preemption")]
         assert lines == [
             "preemption s3://bucket/run: 3.00 s, 10.0 s left, step 9 is in memory and root, survives losing process, "
-            "node, 2 nodes, leaving nodes (1 notices, 1 saves begun, 1 committed)"
+            "node, 2 nodes, leaving nodes (notices: 1, saves begun: 1, committed: 1)"
         ]
 
     def test_it_comes_before_the_deadline_with_what_is_committed_by_then(self):
