@@ -106,6 +106,7 @@ MODULES = [
     ("shardckpt.integrations.transformers", "accelerate", "'shardckpt[transformers]'"),
     ("shardckpt.integrations.accelerate", "accelerate", "'shardckpt[accelerate]'"),
     ("shardckpt.integrations.lightning", "lightning", "'shardckpt[lightning]'"),
+    ("shardckpt.integrations.ray", "ray", "'shardckpt[ray]'"),
     ("shardckpt.integrations.torchft", "torchft", "'shardckpt[torchft]'"),
     ("shardckpt.integrations.torchtitan", "torchtitan", "'shardckpt[torchtitan]'"),
     ("shardckpt.integrations.sglang", "torch", "'shardckpt[torch]'"),

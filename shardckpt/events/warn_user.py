@@ -14,6 +14,7 @@ _LOG = logging.getLogger("shardckpt")
 _BETWEEN = sys.stdlib_module_names | {
     "accelerate",
     "lightning",
+    "ray",
     "shardckpt",
     "torch",
     "torchdata",
