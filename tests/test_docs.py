@@ -284,6 +284,10 @@ class TestPages:
         "docs/incidents.md",
     )
     @pytest.mark.shown_by("checkpoint/test_stores.py::test_two_ranks_save_overwrite_and_restore", "docs/s3.md")
+    @pytest.mark.shown_by(
+        "integrations/test_ray.py::TestReports::test_each_step_is_listed_and_a_later_run_restores_the_newest",
+        "docs/from-ray-train.md",
+    )
     @pytest.mark.long
     @each_page([page for page in PAGES if page not in CONTINUES.values()])
     def test_what_it_shows_is_what_happens(

@@ -76,6 +76,16 @@ RUNS = {
             ),
         )
     ],
+    "ray_training.py": [
+        (
+            [],
+            (
+                "2 workers: from step 2 to step 6\n1 workers: from step 6 to step 8\n",
+                "3 workers: from step 8 to step 12\nRay lists the steps [2, 4, 6, 8, 10, 12]; all intact: True\n",
+                "losses: equal, up to ",
+            ),
+        )
+    ],
     "rl_stream.py": [
         (
             [],
@@ -110,6 +120,7 @@ RUNS = {
 }
 NEEDS = {
     "lightning_trainer.py": "lightning",
+    "ray_training.py": "ray",
     "torchft_recovery.py": "torchft",
     "torchtitan_manager.py": "torchtitan",
 }
@@ -153,6 +164,12 @@ SHOWN_BY = {
     ),
     "lora.py": pytest.mark.shown_by(
         "checkpoint/test_trainable_only.py::TestOnRanks::test_the_base_is_left_where_it_is_and_read_from_there"
+    ),
+    "ray_training.py": (
+        pytest.mark.timeout(900),  # each of its workers imports torch
+        pytest.mark.shown_by(
+            "integrations/test_ray.py::TestReports::test_each_step_is_listed_and_a_later_run_restores_the_newest"
+        ),
     ),
     "rl_stream.py": pytest.mark.shown_by(
         "stream/test_trainers_and_receivers.py::test_every_trainer_publishes_the_weights_that_torch_gathers"
