@@ -33,6 +33,7 @@ AREAS = (
     "proof of a resume",
     "weight streams",
     "buckets",
+    "shared work",
 )
 """The areas of goals, in the order of the summary."""
 
