@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardckpt.errors import MissingFileError, StorageError, UsageError
+from shardckpt.errors import FormatError, MissingFileError, StorageError, UsageError
 from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart
-from shardckpt.storage.resolve_url import open_place, split
+from shardckpt.storage.resolve_url import local_path, open_place, split
 from shardckpt.storage.store import Store, read_bytes
 from shardckpt.storage.thread_pool import ThreadPool
 
@@ -25,9 +26,13 @@ class PartResults:
     Args:
         plan: The plan.
         url: Path or URL of its file, for messages.
+
+    Raises:
+        FormatError: The plan names folders that no plan has.
     """
 
     def __init__(self, plan: TaskPlan, url: str = "") -> None:
+        _require_own_folders(plan, url)
         self._plan, self._url = plan, url
         self._store: Store = open_place(plan.folder)
         self._parts = {
@@ -46,7 +51,8 @@ class PartResults:
         """Require that the folder of this plan is here. Raises StorageError."""
         data = self._plan.encode()
         try:
-            found = read_bytes(self._store, _PLAN, 0, self._store.size(_PLAN))
+            store = open_place(self._plan.folder)  # stores keep what they have read
+            found = read_bytes(store, _PLAN, 0, store.size(_PLAN))
         except MissingFileError:
             found = b""
         if found != data:
@@ -80,23 +86,29 @@ class PartResults:
         with self._store.create(self._names[part.name]) as writer:
             writer.write(json.dumps({"plan": self._plan.id, "result": result}).encode())
 
-    def read_all(self) -> dict[str, Mapping[str, Any]]:
+    def read_all(self, is_done: Callable[[WorkPart, Mapping[str, Any]], bool]) -> dict[str, Mapping[str, Any]]:
         """Return all results by the part's name.
+
+        Args:
+            is_done: Returns True for a part with a result that can be used.
 
         Raises:
             UsageError: Tasks have not ended; the message has their numbers.
-            StorageError: The store failed.
+            StorageError: The store failed, or the plan ended meanwhile.
         """
         done = {part.name for part in self.list_done()}
         self._require_all(done)
         with ThreadPool(_THREADS) as pool:
             results = dict(zip(self._names, pool.map(self._read, self._names.values()), strict=True))
-        self._require_all({name for name, result in results.items() if result})
+            parts = self._parts.values()
+            usable = pool.map(is_done, parts, (results[part.name] for part in parts))
+            self._require_all({part.name for part, is_usable in zip(parts, usable, strict=True) if is_usable})
         return results
 
     def _require_all(self, done: set[str]) -> None:
         missing = find_missing_tasks(self._plan, done)
         if missing:
+            self.require_started()  # another commit may have moved what was there
             raise UsageError(
                 f"{len(missing)} of {len(self._plan.tasks)} tasks have not ended",
                 where=self._url,
@@ -117,6 +129,22 @@ class PartResults:
         """Remove the folder of the plan. Raises StorageError."""
         parent, name = split(self._plan.folder)
         open_place(parent).delete_folder(name)
+
+
+def _require_own_folders(plan: TaskPlan, url: str) -> None:
+    """Require folders as `plan_tasks` names them: the commit removes one, and tasks write into the other."""
+    parent, name = split(plan.folder)
+    found = re.fullmatch(r"\.(.+)\.tasks-([0-9a-f]{8})", name, re.DOTALL)
+    target = f"{parent.rstrip('/')}/{found[1]}" if found else ""
+    staging = target if local_path(plan.folder) is None else f"{plan.folder}/files"
+    if not found or found[2] != plan.id or plan.staging.rstrip("/") not in ("", staging):
+        raise FormatError(
+            "a plan must use folders of its own",
+            where=url,
+            found=f"{plan.folder!r}, {plan.staging!r}",
+            expected=f"a folder .NAME.tasks-{plan.id}",
+            fix="Make a new plan.",
+        )
 
 
 def changed_source_error(source: str) -> UsageError:

@@ -6,9 +6,10 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from shardckpt.errors import TargetExistsError, UsageError
+from shardckpt.errors import FormatError, TargetExistsError, UsageError
 from shardckpt.events.progress import OnProgress
 from shardckpt.native.run_directory import read_run
 from shardckpt.notebook import Result
@@ -17,8 +18,9 @@ from shardckpt.offline.results.comparison import Comparison
 from shardckpt.offline.results.contents import Report, Verification
 from shardckpt.offline.results.tensor_stats import History, Statistics
 from shardckpt.offline.tasks.part_results import PartResults, find_missing_tasks, format_numbers
-from shardckpt.offline.tasks.task_plan import TaskPlan, encode_arguments, parse_share, read_plan
+from shardckpt.offline.tasks.task_plan import TaskPlan, encode_arguments, list_paths, parse_share, read_plan
 from shardckpt.offline.tasks.verbs import find_work
+from shardckpt.offline.tasks.work import Work
 from shardckpt.readers.step_paths import resolve_range
 from shardckpt.storage.resolve_url import as_url, kind, open_place, open_store, split, split_step_suffix
 
@@ -162,7 +164,7 @@ def run_task(
         raise UsageError("a task is chosen by its number or by a share", found="both" if share else "none")
     numbers = parse_share(share, len(stored.tasks)) if number is None else [number]
     parts = [part for each in numbers for part in stored.get_task(each)]
-    work, results = find_work(stored.verb), PartResults(stored, as_url(plan))
+    work, results = _find_work(stored, as_url(plan)), PartResults(stored, as_url(plan))
     results.require_started()
     there = {part.name for part in results.list_done()}
     skipped = {part.name for part in parts if part.name in there and work.is_done(stored, part, results.read(part))}
@@ -171,6 +173,16 @@ def run_task(
         work.run(stored, rest, on_progress)
     status = _describe(stored, [part.name for part in results.list_done()])
     return replace(status, done=tuple(part.name for part in rest), skipped=tuple(skipped))
+
+
+def _find_work(stored: TaskPlan, url: str) -> Work:
+    """Return how a stored plan's work is done. Raises UsageError, or FormatError for a call nobody can plan."""
+    work = find_work(stored.verb)
+    names = {*work.bind((), stored.arguments)}.intersection(_NOT_STORED)
+    if names:
+        raise FormatError("a plan has an argument that no plan stores", where=url, found=", ".join(sorted(names)))
+    list_paths(stored.arguments)
+    return work
 
 
 def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> CommittedResult:
@@ -190,11 +202,11 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Com
         StorageError: The storage failed, or the plan was committed.
     """
     stored = read_plan(plan)
-    results = PartResults(stored, as_url(plan))
+    work, results = _find_work(stored, as_url(plan)), PartResults(stored, as_url(plan))
     results.require_started()
-    found = results.read_all()
+    found = results.read_all(partial(work.is_done, stored))
     results.mark_commit()
-    result: CommittedResult = find_work(stored.verb).commit(stored, found, on_progress)
+    result: CommittedResult = work.commit(stored, found, on_progress)
     results.remove()
     return result
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.errors import FormatError, ShardckptError, UnsupportedError, UsageError
 from shardckpt.plan.layout.output_files import share_out
 from shardckpt.storage.resolve_url import as_url, fix_folder, open_store, split, split_step_suffix
 from shardckpt.storage.store import read_bytes
@@ -123,10 +123,14 @@ def _fix_path(text: str, name: str) -> str:
 
 
 def list_paths(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the sources that arguments name: checkpoints, and files with options."""
+    """Return the sources that arguments name: checkpoints, and files with options. Raises UsageError."""
     given = [arguments[name] for name in _SOURCES if arguments.get(name)]
     paths = [path for each in given for path in (each.values() if isinstance(each, dict) else [each])]
-    return [path for each in paths for path in ([each] if isinstance(each, str) else each)]
+    found = [path for each in paths for path in (each if isinstance(each, list) else [each])]
+    for path in found:
+        if not isinstance(path, str):
+            raise UsageError("a source in a plan must be a path or URL", found=repr(path))
+    return found
 
 
 def share_parts(parts: Sequence[WorkPart], count: int) -> tuple[tuple[WorkPart, ...], ...]:
@@ -153,9 +157,12 @@ def read_plan(path: str | os.PathLike[str]) -> TaskPlan:
         )
     try:
         content = json.loads(read_bytes(store, name, 0, size))
+        json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogateescape")  # no path has other surrogates
+        return _decode(content, url)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, ShardckptError):
+            raise
         raise FormatError("this is not a plan: its JSON cannot be read", where=url, fix=_FIX) from error
-    return _decode(content, url)
 
 
 def _decode(content: object, url: str) -> TaskPlan:

@@ -5,6 +5,7 @@ Every task makes the verb's own call again, with the plan's names: options, form
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -84,7 +85,8 @@ class FileWork:
         """Return True if a part's file is the one that its result describes."""
         with suppress(MissingFileError):
             version = read_version(plan.staging, part.name)
-            return version == result.get("version") and version.startswith(f"{part.nbytes} ")
+            is_same = version == result.get("version") and version.startswith(f"{part.nbytes} ")
+            return is_same and _is_hex(result.get("hashes"))
         return False
 
     def commit(self, plan: TaskPlan, results: Results, on_progress: OnProgress | None) -> Report:
@@ -115,6 +117,10 @@ class FileWork:
             store = open_place(plan.staging)
             for name in plan.parts:
                 store.delete(name)
+
+
+def _is_hex(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"(?:[0-9a-f]{2})*", value) is not None
 
 
 def _plan_conversion(conversion: ConversionPlan, new: TaskPlan, count: int) -> TaskPlan:

@@ -119,7 +119,7 @@ def test_values_of_another_form_are_refused(run, tmp_path):
         result.write_text(json.dumps({"plan": plan.id, "result": {"values": values}}))
         with pytest.raises(FormatError):
             shardckpt.commit_plan(tmp_path / "p")
-    for text in ("", "[]", '{"plan": 1}', json.dumps({"plan": plan.id, "result": []})):
+    for text in ("", "[]", '{"plan": 1}', *(json.dumps({"plan": plan.id, "result": r}) for r in ([], {"x": 1}))):
         result.write_text(text)
         with pytest.raises(UsageError, match="1 of 1 tasks have not ended"):
             shardckpt.commit_plan(tmp_path / "p")

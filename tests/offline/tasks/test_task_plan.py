@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,48 @@ def test_an_edited_plan_is_refused(tmp_path):
 def test_what_is_no_plan_is_refused(content, error, match, tmp_path):
     with pytest.raises(error, match=match):
         shardckpt.run_task(write(tmp_path, content), 0)
+
+
+def test_a_plan_removes_no_folder_that_is_not_its_own(tmp_path):
+    """Its file lies in the folder that it names, where each plan's copy lies."""
+    for name, staging in (("data", "data/files"), (".many.tasks-00000001", ".."), (".many.tasks-00000002", "")):
+        folder = tmp_path / name
+        folder.mkdir()
+        staged = staging and f"{tmp_path}/{staging}"
+        called = {"src": "a", "dst": "b"}
+        plan = replace(PLAN, id="00000001", arguments=called, folder=str(folder), staging=staged)
+        path = write(folder, plan.encode())
+        for act in (shardckpt.discard_plan, shardckpt.commit_plan, lambda path: shardckpt.run_task(path, 0)):
+            with pytest.raises(FormatError, match="a plan must use folders of its own"):
+                act(path)
+        assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({}, "the call that is planned is not complete"),
+        ({"src": "a", "dst": "b", "on_progress": "x"}, "an argument that no plan stores"),
+        ({"src": 5, "dst": "b"}, "a source in a plan must be a path or URL"),
+        ({"src": ["a", None], "dst": "b"}, "a source in a plan must be a path or URL"),
+    ],
+)
+def test_arguments_that_no_verb_takes_are_refused(arguments, match, tmp_path):
+    plan = replace(PLAN, arguments=arguments)
+    for act in (shardckpt.commit_plan, lambda path: shardckpt.run_task(path, 0)):
+        with pytest.raises(ShardckptError, match=match):
+            act(write(tmp_path, plan.encode()))
+
+
+def test_text_that_names_no_file_and_deep_arguments_are_refused(tmp_path):
+    content = json.loads(PLAN.encode())
+    deep = b'{"a":' * 900 + b"1" + b"}" * 900
+    for data in (
+        json.dumps({**content, "folder": "\ud800"}).encode(),
+        json.dumps({**content, "arguments": "?"}).encode().replace(b'"?"', deep),
+    ):
+        with pytest.raises(FormatError):
+            read_plan(write(tmp_path, data))
 
 
 @pytest.mark.parametrize("tasks", [None, {}, [1], [[1]], [[["x"]]], [[["x", -1]]], [[["x", True]]], [[[1, 1]]]])

@@ -18,7 +18,7 @@ import torch
 import shardckpt
 from shardckpt.errors import StorageError, TargetExistsError, UsageError
 from shardckpt.offline.tasks.part_results import PartResults
-from shardckpt.offline.tasks.task_plan import read_plan
+from shardckpt.offline.tasks.task_plan import WorkPart, read_plan
 from tests.kit.ranks.forks import is_killed
 from tests.kit.stores.bucket import Bucket, Dead, broken_at
 from tests.kit.stores.disk import watched
@@ -233,6 +233,64 @@ def test_the_newest_step_is_the_one_at_the_time_of_the_plan(tmp_path):
         assert opened["w"][:].tolist() == [1.0] * 3
 
 
+def test_a_commit_takes_no_file_that_another_plan_has_replaced(bucket, step, tmp_path):
+    """Plans for the same new folder of a store write files of the same names, here of the same sizes."""
+    plans = {dtype: tmp_path / dtype for dtype in ("bf16", "fp16")}
+    for dtype, plan in plans.items():
+        shardckpt.plan_tasks(plan, "consolidate", step, f"{bucket}/many", max_shard_size=SMALL, dtype=dtype)
+    for plan in plans.values():
+        run_all(plan)
+    with pytest.raises(UsageError, match="tasks have not ended"):
+        shardckpt.commit_plan(plans["bf16"])
+    shardckpt.commit_plan(plans["fp16"])
+    shardckpt.consolidate(step, tmp_path / "one", dtype="fp16")
+    assert shardckpt.diff(tmp_path / "one", f"{bucket}/many").same
+
+
+def test_a_commit_takes_no_file_that_changed_after_its_task(step, tmp_path):
+    plan = tmp_path / "plan.json"
+    shardckpt.plan_tasks(plan, "consolidate", step, tmp_path / "many")
+    (name,) = shardckpt.run_task(plan, 0).done
+    file = Path(read_plan(plan).staging) / name
+    file.write_bytes(b"0" * file.stat().st_size)
+    with pytest.raises(UsageError, match="less from 0"):
+        shardckpt.commit_plan(plan)
+    run_all(plan)
+    shardckpt.commit_plan(plan)
+    assert shardckpt.verify(tmp_path / "many").ok
+
+
+@pytest.mark.parametrize("hashes", [None, 5, "zz", "a", "AA BB"])
+def test_a_result_of_another_form_is_made_again(hashes, step, tmp_path):
+    plan = tmp_path / "plan.json"
+    shardckpt.plan_tasks(plan, "consolidate", step, tmp_path / "many")
+    run_all(plan)
+    stored = read_plan(plan)
+    results, (part,) = PartResults(stored), stored.tasks[0]
+    results.write(part, {"version": results.read(part)["version"], "hashes": hashes})
+    with pytest.raises(UsageError, match="less from 0"):
+        shardckpt.commit_plan(plan)
+    assert shardckpt.run_task(plan, 0).done == (part.name,)
+    shardckpt.commit_plan(plan)
+
+
+def test_a_commit_overtaken_by_another_says_so(step, tmp_path, monkeypatch):
+    plan = tmp_path / "plan.json"
+    shardckpt.plan_tasks(plan, "consolidate", step, tmp_path / "many")
+    run_all(plan)
+    read_all = PartResults.read_all
+
+    def read_late(results: PartResults, *arguments: object) -> object:
+        monkeypatch.undo()
+        shardckpt.commit_plan(plan)
+        return read_all(results, *arguments)
+
+    monkeypatch.setattr(PartResults, "read_all", read_late)
+    with pytest.raises(StorageError, match="the folder of this plan is not here"):
+        shardckpt.commit_plan(plan)
+    assert shardckpt.diff(step, tmp_path / "many").equal
+
+
 def test_the_second_of_two_commits_is_refused(step, tmp_path):
     plan = tmp_path / "plan.json"
     shardckpt.plan_tasks(plan, "consolidate", step, tmp_path / "many")
@@ -267,6 +325,23 @@ def test_a_discarded_plan_leaves_the_target_and_no_files(bucket, step, tmp_path)
         shardckpt.discard_plan(plan)
         plan.unlink()
         assert (sorted(os.listdir(tmp_path)), dict(Bucket.objects)) == before
+
+
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_a_task_stops_before_its_next_part_once_its_plan_is_discarded(where, bucket, step, tmp_path, monkeypatch):
+    plan, target = tmp_path / "plan.json", f"{bucket}/many" if where == "store" else tmp_path / "many"
+    shardckpt.plan_tasks(plan, "consolidate", step, target, max_shard_size=SMALL, tasks=1)
+    write, written = PartResults.write, []
+
+    def write_late(results: PartResults, part: WorkPart, result: dict[str, str]) -> None:
+        written.append(part.name)
+        shardckpt.discard_plan(plan)
+        write(results, part, result)
+
+    monkeypatch.setattr(PartResults, "write", write_late)
+    with pytest.raises(StorageError, match="the folder of this plan is not here"):
+        shardckpt.run_task(plan, 0)
+    assert len(written) == 1
 
 
 def test_a_plan_discarded_amid_its_commit_takes_nothing_from_the_target(bucket, step, tmp_path):
@@ -306,6 +381,15 @@ def test_a_target_or_a_plan_that_exists_is_refused_when_it_is_planned(step, tmp_
         with pytest.raises(TargetExistsError):
             shardckpt.plan_tasks(tmp_path / plan, "consolidate", step, tmp_path / target)
     assert os.listdir(tmp_path) == ["many"]
+
+
+def test_a_target_on_a_store_may_end_with_a_slash(bucket, step, tmp_path):
+    for plan, target in (("p", f"{bucket}/many/"), ("q", f"{bucket}/a/b c//")):
+        shardckpt.plan_tasks(tmp_path / plan, "consolidate", step, target)
+        run_all(tmp_path / plan)
+        shardckpt.commit_plan(tmp_path / plan)
+        assert shardckpt.diff(step, target).equal
+    assert not [name for name in Bucket.objects if "tasks-" in name]
 
 
 def test_one_file_on_a_store_needs_no_plan(bucket, step, tmp_path):
