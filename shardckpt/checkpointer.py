@@ -104,9 +104,8 @@ class Checkpointer:
         process_group: Ranks that call the methods; None for all ranks.
         on_event: Called with an event after each save, load, restore, removal of old steps and fallback.
         witness: Record the training steps after each save, and compare them after a restore; see `witness`.
-        deadline: How the save for a notice inside `save_on_signal` finds out how much time is left: the seconds between
-            a signal and the end, or a function that returns the time of the end in seconds since the epoch, and None
-            without a notice. The save goes to the farthest place that fits. The function is called on a thread.
+        deadline: Seconds between a signal and the end; or a function, called on a thread, that returns the end's time
+            since the epoch, None without a notice. `save_on_signal` saves to the farthest place that fits.
 
     Raises:
         UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
@@ -139,17 +138,9 @@ class Checkpointer:
     ) -> None:
         require_bools(dedup=dedup)
         require_on_event(on_event)
-        settings = require_tiers(tiers, save_every)
-        kept = Retention.from_params("Checkpointer", **rules)
-        parts = build_run(
-            root,
-            process_group,
-            kept,
-            settings,
-            witness,
-            (save_every, dedup, max_failed_restores, Notices(deadline)),
-            on_event,
-        )
+        settings, kept = require_tiers(tiers, save_every), Retention.from_params("Checkpointer", **rules)
+        limits = (save_every, dedup, max_failed_restores, Notices(deadline))
+        parts = build_run(root, process_group, kept, settings, witness, limits, on_event)
         self._finder, self._schedule, self._saver, self._retention, self._witness = parts
         self._on_event, self._claims = on_event, DurabilityClaims(self._finder, on_event)
         self.root, self._group = self._finder.root, process_group
@@ -307,8 +298,7 @@ class Checkpointer:
             step: Step number.
             loss: This rank's loss, a number or a tensor.
             grad_norm: Gradient norm.
-            batch: This rank's batch: tensors, arrays and lists by sample along dimension 0, in dicts, lists and
-                dataclasses.
+            batch: This rank's batch: tensors, arrays and lists by sample (dimension 0), in dicts, lists, dataclasses.
 
         Raises:
             ResumeDivergence: The resumed run differs from the saved one.

@@ -184,6 +184,8 @@ def copy(
     copied = {each.name for found in compute_parts(parts, CopiedFolder) for each in found}
     missing = [transfer for transfer in transfers if transfer.shown in copied]
     if not dry_run:
+        _require_copied(missing)
+    if not dry_run:
         warnings += [note for transfer in transfers for note in _copy_witness(transfer)]
     hashed = [f for t in missing for f in t.folder.files.values() if f.hashes is not None]
     manifests = [t.folder.commit.manifest_bytes for t in missing if t.folder.commit is not None]
@@ -345,6 +347,13 @@ def _copy_group(
         with _noticing_removal(transfer.folder):
             _copy_folder(transfer, meter, overwrite=overwrite)
     return tuple(CopiedFolder(transfer.shown) for transfer in missing)
+
+
+def _require_copied(transfers: Sequence[_Transfer]) -> None:
+    """Require that folders are there: tasks may have copied them long ago."""
+    gone = [transfer.target for transfer in transfers if kind(transfer.target) == "missing"]
+    if gone:
+        raise MissingFileError("a copied step was removed meanwhile", where=gone[0], fix="Copy the run again.")
 
 
 def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:

@@ -80,7 +80,9 @@ BUILT_IN = (
     BuiltIn("fabric", "shardckpt.readers.frameworks.lightning", r"meta\.pt"),
     BuiltIn("megatron", "shardckpt.readers.frameworks.megatron", r"metadata\.json"),
     BuiltIn("dcp", "shardckpt.readers.dcp.reader", r"(?s).*(\.metadata|\.distcp)"),
-    BuiltIn("hf-delta", "shardckpt.stream.versions.hf_delta_format", r"model\.safetensors\.index\.json"),
+    BuiltIn(
+        "hf-delta", "shardckpt.stream.versions.hf_delta_format", r"model\.safetensors\.index\.json|.*\.safetensors"
+    ),
     BuiltIn("safetensors", "shardckpt.readers.huggingface.reader", r"(?s)sharded|.*\.safetensors(\.index\.json)?"),
     BuiltIn("hf-torch", "shardckpt.readers.frameworks.torch_files", r"(?s).*\.bin(\.index\.json)?", "HF_FORMAT"),
     BuiltIn("torch-folder", "shardckpt.readers.frameworks.torch_files", r"(?s).*\.(pt|pth|bin|ckpt)", "LOOSE_FORMAT"),

@@ -45,6 +45,7 @@ from shardckpt.readers.registry import detect
 from shardckpt.storage.store import Store, SubfolderStore
 from shardckpt.stream.format import stream_folder
 from shardckpt.stream.format.stream_records import Version
+from shardckpt.stream.versions import hf_delta_reader
 from tests.kit.stores.memory_store import MemoryStore
 from tests.kit.writers.samples import SAMPLES
 
@@ -175,6 +176,22 @@ def _stream_version(which: int, data: bytes) -> None:
     store = MemoryStore({**files, list(files)[which]: data}, "memory://fuzz/stream")
     with patch.object(stream_folder, "open_place", lambda _: store):
         source = Source(SubfolderStore(store, Version(1, 2).folder))
+        use(detect(source).open(source))
+
+
+def _hf_delta_version(which: int, data: bytes) -> None:
+    """Read a version of folders with changes, of which one file is damaged."""
+    files, _ = _sample("hf-delta", "changes")
+    store = MemoryStore({**files, list(files)[which]: data}, "memory://fuzz/folders")
+
+    def open_inner(url: str) -> SubfolderStore:
+        return SubfolderStore(store, url.rpartition("/")[2])
+
+    with (
+        patch.object(hf_delta_reader, "open_store", open_inner),
+        patch.object(hf_delta_reader, "kind", lambda _: "folder"),
+    ):
+        source = Source(SubfolderStore(store, "weight_v000002"))
         use(detect(source).open(source))
 
 
@@ -320,10 +337,11 @@ TARGETS: dict[str, Target] = {
     "payload that lies": Target(
         lambda: [content for name, content in _native()[0].items() if name.endswith(".safetensors")], _lying_header
     ),
+    "hf-delta changes": Target(lambda: list(_sample("hf-delta", "changes")[0].values()), _hf_delta_version),
     "stream changes": Target(lambda: list(_sample("stream", "changes")[0].values()), _stream_version),
 } | {
     f"{name} {variant}": _reader(name, variant)
     for name, variants in SAMPLES.items()
     for variant in variants
-    if name != "stream"  # a version's folder is read from its parent
+    if name not in ("stream", "hf-delta")  # a version's folder is read from its parent
 }

@@ -455,10 +455,16 @@ def test_hostile_records_are_refused_in_linear_time(name: str, text: str, tmp_pa
     publish(tmp_path, 1, 2)
     (tmp_path / name).write_text(text)
     began = time.process_time()
-    with pytest.raises(CheckpointError) as caught:
-        shardckpt.Subscriber(tmp_path).stage()
+    if name == "STREAM.json":
+        with pytest.raises(CheckpointError) as caught:
+            shardckpt.Subscriber(tmp_path).stage()
+        said = str(caught.value)
+    else:  # a server that starts takes the version before
+        with pytest.warns(UserWarning, match=V2) as warned:
+            assert shardckpt.Subscriber(tmp_path).stage().version.number == 1
+        said = str(warned[0].message)
     assert time.process_time() - began < 10
-    assert len(str(caught.value)) < 10_000
+    assert len(said) < 10_000
 
 
 def write_changes(store: Any, version: Version, boxes: int, numel: int) -> DeltaFile:

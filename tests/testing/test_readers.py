@@ -22,13 +22,13 @@ def build_suite(form: Format) -> type[ReaderSuite]:
         return SAMPLES[form.name][request.param](tmp_path / "sample")
 
     own: dict[str, object] = {"form": form, "checkpoint": checkpoint}
-    if form.name == "stream":
+    if form.name in ("stream", "hf-delta"):
         own["test_a_copy_elsewhere_is_the_same_checkpoint"] = assert_a_stream_can_move
     return type("Suite", (ReaderSuite,), own)
 
 
 def assert_a_stream_can_move(_: ReaderSuite, checkpoint: Path, tmp_path: Path) -> None:
-    """A version needs the versions before it, so the stream moves."""
+    """A version needs the versions before it, so all of them move."""
     shutil.copytree(checkpoint.parent, tmp_path / "copy")
     assert shardckpt.diff(checkpoint, tmp_path / "copy" / checkpoint.name).same
 

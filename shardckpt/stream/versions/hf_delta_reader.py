@@ -196,7 +196,7 @@ def open_version(source: Source) -> Reader:
         if base in seen:
             raise FormatError("the versions' bases are a cycle", where=now.url, found=f"{version} after {base}")
         now = _find_base(now.store.url, version, base)
-        metadata = _read_metadata(now) if HF_INDEX in now.listing else {}
+        metadata = _read_metadata(now) if HF_INDEX in now.files else {}
         if metadata.get("version", base) != base:
             raise CheckpointError(
                 "the base is another version", where=now.url, found=metadata["version"], expected=base
@@ -211,6 +211,12 @@ def open_version(source: Source) -> Reader:
 
 def _read_metadata(source: Source) -> Mapping[str, str]:
     """Return the text in an index's metadata, verified."""
+    if HF_INDEX not in source.files:
+        raise IncompleteError(
+            "the index of this version is missing: its writer has not ended",
+            where=source.store.url,
+            found=f"no {HF_INDEX}",
+        )
     _, fields = read_index(source.store, HF_INDEX)
     found = {name: value for name, value in fields.items() if isinstance(value, str)}
     odd = next((name for name in _KEYS if name in fields and name not in found), None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.errors import FormatError, TargetExistsError, UsageError
+from shardckpt.errors import FormatError, MissingFileError, TargetExistsError, UsageError
 from shardckpt.native.run_directory import step_name
 from shardckpt.offline.tasks.task_plan import read_plan
 
@@ -165,3 +165,12 @@ def test_steps_that_refer_to_each_other_are_one_part_of_a_copy(tmp_path):
     assert status.task_count == 2
     run_plan(tmp_path / "p")
     assert all(shardckpt.verify(tmp_path / "copy" / step_name(number)).ok for number in (1, 2, 3, 4))
+
+
+def test_a_copied_step_that_was_removed_before_the_commit_is_an_error(run, tmp_path):
+    shardckpt.plan_tasks(tmp_path / "p", "copy", run, tmp_path / "copy")
+    for number in range(2):
+        shardckpt.run_task(tmp_path / "p", number)
+    shutil.rmtree(tmp_path / "copy" / step_name(1))
+    with pytest.raises(MissingFileError, match="a copied step was removed meanwhile"):
+        shardckpt.commit_plan(tmp_path / "p")
