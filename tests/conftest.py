@@ -12,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks and workers share the cores, threads would spin
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # Ray would replace `print`, which others pickle
+os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")  # as above
 
 import fsspec
 import pytest

@@ -33,7 +33,7 @@ class PartResults:
 
     def __init__(self, plan: TaskPlan, url: str = "") -> None:
         _require_own_folders(plan, url)
-        self._plan, self._url = plan, url
+        self._plan, self._url = plan, url or plan.folder
         self._store: Store = open_place(plan.folder)
         self._parts = {
             f"{_RESULTS}/{task:06d}-{at:06d}.json": part
