@@ -323,7 +323,7 @@ TaskCount = Annotated[
         "--tasks",
         metavar="N",
         rich_help_panel="Machine",
-        help="Maximum number of tasks in the plan. Default: one for each file.",
+        help="Maximum number of tasks in the plan. Default: one for each part.",
         show_default=False,
         min=0,
     ),

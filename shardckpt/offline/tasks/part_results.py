@@ -9,8 +9,9 @@ from typing import Any
 
 from shardckpt.errors import FormatError, MissingFileError, StorageError, UsageError
 from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart
+from shardckpt.storage.local import make_folders
 from shardckpt.storage.resolve_url import local_path, open_place, split
-from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.store import Store, convert_os_errors, read_bytes
 from shardckpt.storage.thread_pool import ThreadPool
 
 __all__ = ["PartResults"]
@@ -43,7 +44,11 @@ class PartResults:
         self._names = {part.name: name for name, part in self._parts.items()}
 
     def start(self) -> None:
-        """Write the plan into the folder, by which tasks know it. Raises StorageError."""
+        """Make the plan's folders, and write the plan into them, by which tasks know it. Raises StorageError."""
+        staging = local_path(self._plan.staging) if self._plan.staging else None
+        if staging is not None:
+            with convert_os_errors("cannot make the folder of the plan", staging):
+                make_folders(staging)
         with self._store.create(_PLAN) as writer:
             writer.write(self._plan.encode())
 
@@ -112,17 +117,17 @@ class PartResults:
             raise UsageError(
                 f"{len(missing)} of {len(self._plan.tasks)} tasks have not ended",
                 where=self._url,
-                found=f"nothing or less from {format_numbers(missing)}",
+                found=f"no complete results from {format_numbers(missing)}",
                 fix="Run these tasks, then commit again.",
             )
 
     def mark_commit(self) -> None:
-        """Store that a commit has started: from now on the target may refer to files of tasks. Raises StorageError."""
+        """Store that a commit publishes: from now on the target may refer to files of tasks. Raises StorageError."""
         with self._store.create(_MARK) as writer:
             writer.write(b"")
 
     def is_commit_marked(self) -> bool:
-        """Return True if a commit has started. Raises StorageError."""
+        """Return True if a commit has published, or tried to. Raises StorageError."""
         return any(entry.name == _MARK for entry in self._store.list())
 
     def remove(self) -> None:

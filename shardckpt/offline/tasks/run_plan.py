@@ -75,7 +75,7 @@ def plan_tasks(
         verb: Name of a function: `consolidate`, `convert`, `reshard`, `rekey`, `merge_adapter`; `copy`, `verify`,
             `stats`, `diff`, `history`.
         sources: Positional arguments of the function, such as its source and target.
-        tasks: Maximum number of tasks; 0 for one per output file.
+        tasks: Maximum number of tasks; 0 for one per part, such as an output file.
         arguments: Keyword arguments of the function.
 
     Returns:
@@ -159,13 +159,11 @@ def run_task(
         FormatError: The plan is damaged.
         StorageError: The storage failed, or the plan was committed.
     """
-    stored = read_plan(plan)
     if (number is None) == (not share):
         raise UsageError("a task is chosen by its number or by a share", found="both" if share else "none")
+    stored, work, results = _open(plan)
     numbers = parse_share(share, len(stored.tasks)) if number is None else [number]
     parts = [part for each in numbers for part in stored.get_task(each)]
-    work, results = _find_work(stored, as_url(plan)), PartResults(stored, as_url(plan))
-    results.require_started()
     there = {part.name for part in results.list_done()}
     skipped = {part.name for part in parts if part.name in there and work.is_done(stored, part, results.read(part))}
     rest = [part for part in parts if part.name not in skipped]
@@ -173,6 +171,14 @@ def run_task(
         work.run(stored, rest, on_progress)
     status = _describe(stored, [part.name for part in results.list_done()])
     return replace(status, done=tuple(part.name for part in rest), skipped=tuple(skipped))
+
+
+def _open(plan: PathText) -> tuple[TaskPlan, Work, PartResults]:
+    """Return a plan, how its work is done, and what its tasks have done."""
+    stored = read_plan(plan)
+    work, results = _find_work(stored, as_url(plan)), PartResults(stored, as_url(plan))
+    results.require_started()
+    return stored, work, results
 
 
 def _find_work(stored: TaskPlan, url: str) -> Work:
@@ -201,11 +207,8 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Com
         FormatError: The plan is damaged.
         StorageError: The storage failed, or the plan was committed.
     """
-    stored = read_plan(plan)
-    work, results = _find_work(stored, as_url(plan)), PartResults(stored, as_url(plan))
-    results.require_started()
+    stored, work, results = _open(plan)
     found = results.read_all(partial(work.is_done, stored))
-    results.mark_commit()
     result: CommittedResult = work.commit(stored, found, on_progress)
     results.remove()
     return result
@@ -214,7 +217,7 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Com
 def discard_plan(plan: PathText) -> None:
     """Remove the files that the tasks of a plan have written; the target stays as it is.
 
-    On a store without rename, files in the target stay too once a commit has started.
+    On a store without rename, files in the target stay too once a commit has published, or tried to.
 
     Args:
         plan: Path or URL of the plan.
@@ -223,11 +226,8 @@ def discard_plan(plan: PathText) -> None:
         FormatError: The plan is damaged.
         StorageError: The storage failed, or the plan was committed.
     """
-    stored = read_plan(plan)
-    results = PartResults(stored, as_url(plan))
-    results.require_started()
-    if not results.is_commit_marked():
-        find_work(stored.verb).discard(stored)
+    stored, work, results = _open(plan)
+    work.discard(stored)
     results.remove()
 
 
@@ -244,9 +244,7 @@ def read_plan_status(plan: PathText) -> PlanStatus:
         FormatError: The plan is damaged.
         StorageError: The storage failed, or the plan was committed.
     """
-    stored = read_plan(plan)
-    results = PartResults(stored, as_url(plan))
-    results.require_started()
+    stored, _, results = _open(plan)
     return _describe(stored, [part.name for part in results.list_done()])
 
 

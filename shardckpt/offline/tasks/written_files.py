@@ -20,11 +20,9 @@ from shardckpt.offline.tasks.source_versions import digest_sources, read_version
 from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart, list_paths, share_parts
 from shardckpt.offline.tasks.work import Results, bind_arguments
 from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch, write_by
-from shardckpt.storage.local import make_folders
 from shardckpt.storage.publish import JoinedPublication, require_files, start_publication
 from shardckpt.storage.replaceable import FileKind
 from shardckpt.storage.resolve_url import local_path, open_place, split
-from shardckpt.storage.store import convert_os_errors
 
 __all__ = ["FileWork"]
 
@@ -53,10 +51,6 @@ class FileWork:
 
         with write_by(plan_only):
             self._call(**new.arguments)
-        staging = local_path(planned[0].staging)
-        if staging is not None:
-            with convert_os_errors("cannot make the folder of the plan", staging):
-                make_folders(staging)
         return planned[0]
 
     def run(self, plan: TaskPlan, parts: Sequence[WorkPart], on_progress: OnProgress | None) -> None:
@@ -101,6 +95,7 @@ class FileWork:
             try:
                 publication.adopt(plan.staging, names)
                 conversion.finish(layout, hashes, publication)
+                PartResults(plan).mark_commit()
                 publication.commit()
             except BaseException:
                 publication.rollback()
@@ -113,7 +108,7 @@ class FileWork:
 
     def discard(self, plan: TaskPlan) -> None:
         """Remove files from a store without rename; on a disk they are in the plan's folder."""
-        if local_path(plan.staging) is None:
+        if local_path(plan.staging) is None and not PartResults(plan).is_commit_marked():
             store = open_place(plan.staging)
             for name in plan.parts:
                 store.delete(name)

@@ -118,7 +118,7 @@ def test_a_commit_without_all_tasks_names_them_and_writes_nothing(step, tmp_path
     status = shardckpt.plan_tasks(plan, "consolidate", step, tmp_path / "many", max_shard_size=SMALL)
     assert status.task_count >= 3
     shardckpt.run_task(plan, 1)
-    with pytest.raises(UsageError, match=rf"less from 0,2-{status.task_count - 1}\."):
+    with pytest.raises(UsageError, match=rf"results from 0,2-{status.task_count - 1}\."):
         shardckpt.commit_plan(plan)
     assert not (tmp_path / "many").exists()
     assert shardckpt.read_plan_status(plan).missing == (0, *range(2, status.task_count))
@@ -253,7 +253,7 @@ def test_a_commit_takes_no_file_that_changed_after_its_task(step, tmp_path):
     (name,) = shardckpt.run_task(plan, 0).done
     file = Path(read_plan(plan).staging) / name
     file.write_bytes(b"0" * file.stat().st_size)
-    with pytest.raises(UsageError, match="less from 0"):
+    with pytest.raises(UsageError, match="results from 0"):
         shardckpt.commit_plan(plan)
     run_all(plan)
     shardckpt.commit_plan(plan)
@@ -268,7 +268,7 @@ def test_a_result_of_another_form_is_made_again(hashes, step, tmp_path):
     stored = read_plan(plan)
     results, (part,) = PartResults(stored), stored.tasks[0]
     results.write(part, {"version": results.read(part)["version"], "hashes": hashes})
-    with pytest.raises(UsageError, match="less from 0"):
+    with pytest.raises(UsageError, match="results from 0"):
         shardckpt.commit_plan(plan)
     assert shardckpt.run_task(plan, 0).done == (part.name,)
     shardckpt.commit_plan(plan)
@@ -342,6 +342,26 @@ def test_a_task_stops_before_its_next_part_once_its_plan_is_discarded(where, buc
     with pytest.raises(StorageError, match="the folder of this plan is not here"):
         shardckpt.run_task(plan, 0)
     assert len(written) == 1
+
+
+def test_a_plan_is_discarded_after_a_commit_that_was_refused(bucket, step, tmp_path):
+    source, plan = tmp_path / "source", tmp_path / "plan.json"
+    shutil.copytree(step, source)
+    shardckpt.plan_tasks(plan, "consolidate", source, f"{bucket}/many")
+    run_all(plan)
+    payload = next(source.glob("*.safetensors"))
+    payload.write_bytes(payload.read_bytes())
+    with pytest.raises(UsageError, match="changed since the plan was made"):
+        shardckpt.commit_plan(plan)
+    shardckpt.discard_plan(plan)
+    assert not Bucket.objects
+
+
+def test_a_plan_that_cannot_be_written_leaves_no_folder(step, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        shardckpt.plan_tasks(tmp_path / "file" / "p", "consolidate", step, tmp_path / "many")
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_plan_discarded_amid_its_commit_takes_nothing_from_the_target(bucket, step, tmp_path):
