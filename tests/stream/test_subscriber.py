@@ -28,8 +28,10 @@ from shardckpt.errors import (
     UsageError,
 )
 from shardckpt.events import ReceiveEvent
-from shardckpt.stream.format.stream_records import Version
+from shardckpt.stream.format.stream_folder import StreamFolder
+from shardckpt.stream.format.stream_records import Version, VersionCommit
 from shardckpt.stream.receive import mirror as mirroring
+from shardckpt.stream.receive import version_chooser
 from shardckpt.stream.receive.subscriber import SubscriberState
 from shardckpt.stream.receive.targets import TensorChange
 from tests.kit.ranks.harness import outcomes, run
@@ -256,6 +258,34 @@ def test_a_receiver_may_start_before_the_publisher(tmp_path: Path) -> None:
         time.sleep(0.1)
         publish(tmp_path, 1, 2)
         assert staged.result().version == (1, 2)
+
+
+def test_a_wait_for_a_newer_version_polls_less_and_less_and_reads_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path, 1)
+    into, subscriber = build(), shardckpt.Subscriber(tmp_path)
+    subscriber.stage().commit(into)
+    now, sleeps, read = 0.0, [], []
+    find_commit = StreamFolder.find_commit
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        sleeps.append(seconds)
+
+    def note_read(folder: StreamFolder, version: Version) -> VersionCommit | None:
+        read.append(version)
+        return find_commit(folder, version)
+
+    monkeypatch.setattr(version_chooser.time, "sleep", sleep)
+    monkeypatch.setattr(version_chooser.time, "monotonic", lambda: now)
+    monkeypatch.setattr(StreamFolder, "find_commit", note_read)
+    assert subscriber.stage(timeout_s=100.0).version == (1, 1)
+    assert 100 < len(sleeps) < 250
+    assert sleeps == sorted(sleeps)
+    assert (sleeps[0], sleeps[-1]) == (0.05, 1.0)
+    assert len(read) < 5
 
 
 @pytest.mark.parametrize("arguments", [{"target": "1"}, {"target": -1}, {"timeout_s": -1}, {"timeout_s": float("inf")}])

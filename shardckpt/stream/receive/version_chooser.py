@@ -15,7 +15,8 @@ from shardckpt.stream.retention.leases import LEASE_S, ReaderLease, list_doomed
 
 __all__ = ["VersionChooser", "check_target", "find_chain", "wait_for_stream"]
 
-_POLL_S = 0.05
+_MIN_POLL_S, _MAX_POLL_S = 0.05, 1.0
+_POLL_SHARE = 0.05  # of the time waited: how late a version may be seen
 
 
 class VersionChooser:
@@ -39,24 +40,36 @@ class VersionChooser:
         Raises:
             SourceNotFoundError: It is not published within the limit.
         """
-        until = min(deadline, time.monotonic() + round_s)
+        start = time.monotonic()
+        until = min(deadline, start + round_s)
         while True:
-            is_late = target is None and applied is None  # a server that has a version stays on it
-            found = self._folder.find_newest() if is_late else self._folder.find_number(target)
-            if found is not None and (target is not None or found.version != applied):
+            found = self._find(target, applied)
+            if found is not None:
                 return found
             if time.monotonic() >= until:
                 break
-            time.sleep(_POLL_S)
+            _pause(start)
         if until < deadline:
             return None
-        if found is not None:
-            return found
+        held = self._folder.find_number(None) if target is None and applied is not None else None
+        if held is not None:
+            return held
         raise SourceNotFoundError(
             "no version is published here" if target is None else f"version {target} is not published here",
             where=self._folder.url,
             fix="Pass timeout_s to wait for it.",
         )
+
+    def _find(self, target: int | None, applied: Version | None) -> VersionCommit | None:
+        """Return the commit that `wait_for` waits for; None before it is published."""
+        if target is not None:
+            return self._folder.find_number(target)
+        if applied is None:
+            return self._folder.find_newest()
+        if self._folder.list_folders()[-1:] == [applied]:  # most polls: no commit has to be read
+            return None
+        found = self._folder.find_number(None)  # a damaged commit raises: a server that has a version stays on it
+        return None if found is None or found.version == applied else found
 
     def take_lease(
         self, commit: VersionCommit, applied: Version | None, mirrored: Collection[Version | None]
@@ -98,14 +111,19 @@ def wait_for_stream(folder: StreamFolder, timeout_s: float) -> StreamRecord:
     Raises:
         SourceNotFoundError: It is not created within the limit.
     """
-    deadline = time.monotonic() + timeout_s
+    start = time.monotonic()
     while True:
         try:
             return folder.require_record()
         except SourceNotFoundError:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= start + timeout_s:
                 raise
-        time.sleep(_POLL_S)
+        _pause(start)
+
+
+def _pause(start: float) -> None:
+    """Wait between two polls: stores count requests, so that longer waits poll less often."""
+    time.sleep(min(max(_MIN_POLL_S, _POLL_SHARE * (time.monotonic() - start)), _MAX_POLL_S))
 
 
 def find_chain(
