@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,15 @@ from shardckpt.errors import (
     UsageError,
 )
 from tests.kit.ranks.harness import outcomes, run
+from tests.kit.runs.tier_runs import wait_for
 
 pytest.importorskip("ray.train", exc_type=ImportError)
 import pyarrow.fs
 import ray.train
 
 from shardckpt.integrations.ray import RayCheckpointer
-from tests.kit.runs.ray_workers import NAME, be_worker
+from shardckpt.integrations.ray.ray_experiment import find_preemption_time
+from tests.kit.runs.ray_workers import NAME, RayWorker, be_worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `(json|parse_obj)` method is deprecated")  # in Ray
 
@@ -333,3 +338,44 @@ def fail_on_one_worker(rank: int, world: int, folder: Path) -> tuple[int, tuple[
         with pytest.raises((ShardckptError, TargetExistsError, RankError)):
             ck.save(2, {"w": object()} if rank else make_state(2.0))
         return worker.reports, ck.steps()
+
+
+class TestPreemption:
+    """Ray calls training functions outside the main thread, where no signal can be handled."""
+
+    def test_a_worker_whose_node_is_taken_away_saves_and_trains_on(self, tmp_path: Path) -> None:
+        seen: list[Any] = []
+
+        def train(worker: RayWorker) -> list[int]:
+            ck, saved = RayCheckpointer(save_every=1000, on_event=seen.append), []
+            with ck.save_on_signal():
+                for step in range(1, 6):
+                    if step == 3:
+                        worker.take_away(int(time.time() * 1000) + 30_000, 0)
+                        wait_for(lambda: ck._schedule.has_signal)
+                    if ck.should_save(step):
+                        ck.save(step, make_state(step))
+                        saved.append(step)
+            return saved
+
+        with be_worker(tmp_path) as worker, ThreadPoolExecutor(1) as pool:
+            assert pool.submit(train, worker).result(60) == [3]
+            assert worker.listed == ["steps/step-00000003"]
+        (event,) = [each for each in seen if each.operation == "preemption"]
+        assert (event.step, event.committed, event.notices) == (3, ("root",), 1) and 0 < event.grace_s <= 30
+
+    def test_a_worker_whose_node_stays_has_no_notice_of_its_own(self, tmp_path: Path) -> None:
+        with be_worker(tmp_path) as worker:
+            worker.take_away(int(time.time() * 1000) + 30_000, 1)
+            assert find_preemption_time() is None
+            worker.take_away(2_000_000_000_000, 0, 1)
+            assert find_preemption_time() == 2e9
+            worker.take_away(None, 0)
+            assert find_preemption_time() == math.inf
+
+    def test_another_function_replaces_that_of_ray(self, tmp_path: Path) -> None:
+        with be_worker(tmp_path):
+            ck = copy.copy(RayCheckpointer(deadline=lambda: time.time() + 30))
+            with ck.save_on_signal():
+                wait_for(lambda: ck._schedule.has_signal)
+                assert ck.should_save(1)

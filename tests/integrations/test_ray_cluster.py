@@ -1,4 +1,4 @@
-"""Ray Train on two nodes of a real cluster: a worker killed in a step, then a node lost with its memory."""
+"""Ray Train on nodes of a real cluster: a worker killed in a step, a node lost with its memory, a node drained."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.kit.models.torch_limits import RUNS_FULLY_SHARD_ON_CPU
 pytest.importorskip("ray.train", exc_type=ImportError)
 import ray.train
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.train.torch import TorchTrainer
 
 # Ray starts some ten processes, and each attempt of a training two, which import torch.
@@ -91,8 +92,7 @@ def train(config: dict[str, Any]) -> None:
         if rank == 1 and is_first(folder, step):
             if step == KILLED_IN:
                 os.kill(os.getpid(), signal.SIGKILL)
-            (folder / "lose.new").write_text(os.environ["SHARDCKPT_NODE"])
-            (folder / "lose.new").rename(folder / "lose")
+            ask_to_lose_this_node(folder)
             time.sleep(WAIT_S)
         optimizer.step()
         optimizer.zero_grad()
@@ -105,6 +105,11 @@ def train(config: dict[str, Any]) -> None:
 def note(folder: Path, **fields: object) -> None:
     with (folder / "notes.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(fields) + "\n")
+
+
+def ask_to_lose_this_node(folder: Path) -> None:
+    (folder / "lose.new").write_text(os.environ["SHARDCKPT_NODE"])
+    (folder / "lose.new").rename(folder / "lose")
 
 
 def is_first(folder: Path, step: int) -> bool:
@@ -138,11 +143,15 @@ def find_memory(node: str) -> Path:
     return Path(f"/dev/shm/shardckpt-{os.geteuid()}-{node}")
 
 
+def wait_for_file(file: Path, content: str = "") -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not (file.exists() and content in file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def lose_a_node(cluster: Cluster, named: dict[str, Any], folder: Path) -> None:
     """Remove the node that a worker names, and its memory."""
-    deadline = time.monotonic() + WAIT_S
-    while not (folder / "lose").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for_file(folder / "lose")
     lost = (folder / "lose").read_text()
     cluster.remove_node(named[lost], allow_graceful=False)
     shutil.rmtree(find_memory(lost))
@@ -173,3 +182,56 @@ def test_memory_of_the_nodes_left_restores_after_a_killed_worker_and_a_lost_node
     steps = shardckpt.ls(tmp_path / "store" / "run" / "steps").complete
     assert [step.number for step in steps] == [4, 8]
     assert all(shardckpt.verify(step.path).ok for step in steps)
+
+
+def train_on_a_node_that_is_taken_away(config: dict[str, Any]) -> None:
+    """Train alone; ask the test to drain the node in step 2, and stop only when the node is gone."""
+    from shardckpt.integrations.ray import RayCheckpointer
+
+    folder, state = Path(config["folder"]), {"trained": torch.zeros(4)}
+    ck = RayCheckpointer(save_every=1000)
+    restored = ck.restore(state) or 0
+    note(folder, restored=restored)
+    with ck.save_on_signal():
+        step = restored
+        while not restored or step < restored + 2:
+            step += 1
+            state["trained"] += 1
+            if step == 2:
+                ask_to_lose_this_node(folder)
+            if ck.should_save(step):
+                ck.save(step, state)
+                note(folder, saved=step)
+            time.sleep(0.1)
+    note(folder, trained=state["trained"].tolist(), ended=step)
+
+
+def drain_a_node(cluster: Cluster, named: dict[str, Any], folder: Path) -> None:
+    """Drain the node that a worker names, as an autoscaler does, and remove it once a step is saved."""
+    wait_for_file(folder / "lose")
+    lost = named[(folder / "lose").read_text()]
+    client, deadline = ray._private.worker.global_worker.gcs_client, int(time.time() * 1000) + 200_000
+    is_accepted, refusal = client.drain_node(lost.node_id, DRAIN_NODE_REASON_PREEMPTION, "spot", deadline)
+    assert is_accepted, refusal
+    wait_for_file(folder / "notes.jsonl", "saved")
+    cluster.remove_node(lost, allow_graceful=False)
+
+
+def test_a_drained_node_saves_its_step_and_another_continues_from_it(
+    nodes: tuple[Cluster, dict[str, Any]], tmp_path: Path
+) -> None:
+    run = ray.train.RunConfig(
+        name="run", storage_path=str(tmp_path / "store"), failure_config=ray.train.FailureConfig(max_failures=1)
+    )
+    with ThreadPoolExecutor() as pool:
+        incident = pool.submit(drain_a_node, *nodes, tmp_path)
+        scaling, config = ray.train.ScalingConfig(num_workers=1), {"folder": str(tmp_path)}
+        TorchTrainer(
+            train_on_a_node_that_is_taken_away, train_loop_config=config, scaling_config=scaling, run_config=run
+        ).fit()
+        incident.result(WAIT_S)
+    first, saved, second, end = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    step = saved["saved"]
+    assert (first, second, step > 2) == ({"restored": 0}, {"restored": step}, True)
+    assert end == {"trained": [step + 2.0] * 4, "ended": step + 2}
+    assert [each.number for each in shardckpt.ls(tmp_path / "store" / "run" / "steps").complete] == [step]

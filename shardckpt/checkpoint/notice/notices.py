@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import NamedTuple, TypeAlias
 
 from shardckpt.checkpoint.background_thread import BackgroundThread
@@ -18,7 +18,8 @@ from shardckpt.errors import UsageError, describe
 from shardckpt.events.warn_user import warn_user
 
 Deadline: TypeAlias = float | Callable[[], float | None]
-"""A grace in seconds, or a function that returns the time of the end in seconds since the epoch, or None."""
+"""A grace in seconds, or a function: it returns the time of the end in seconds since the epoch, `math.inf` if a notice
+does not say it, or None without a notice."""
 
 MAX_ASK_S = 1.0  # maximum seconds for which a save waits for the answer to a signal
 _EVERY_S = 1.0  # seconds between two questions
@@ -61,8 +62,8 @@ def require_deadline(deadline: object) -> None:
 
 def require_time(value: object) -> float | None:
     """Return the time that a function gave, in seconds since the epoch; None without a notice. Raises UsageError."""
-    if value is None:
-        return None
+    if value is None or value == math.inf:
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise UsageError(
             "the function `deadline` must return seconds since the epoch, or None without a notice", found=repr(value)
@@ -94,7 +95,7 @@ class Notices:
         self._clocks = clocks or Clocks()
         self.has_deadline, self.has_notice, self.count = deadline is not None, False, 0
         self._arrived_at: float | None = None  # of the first signal
-        self._deadline_at: float | None = None  # the earliest that the function gave
+        self._answer_at: float | None = None  # the earliest deadline that the function gave; infinite if unknown
         self._answered, self._is_answering = threading.Event(), False
         self._has_warned = False
         self.on_tick: Callable[[], float | None] = lambda: None
@@ -125,11 +126,11 @@ class Notices:
 
     def _note_deadline(self, left_s: float) -> None:
         at = self._clocks.monotonic() + left_s
-        if self._deadline_at is None:
+        if self._answer_at is None:
             self.count += 1
             if left_s <= 0:
                 self._warn(f"`deadline` gave a time that passed {-left_s:.0f} s ago; a step is saved all the same")
-        self._deadline_at = at if self._deadline_at is None else min(at, self._deadline_at)
+        self._answer_at = at if self._answer_at is None else min(at, self._answer_at)
         self.has_notice = True
 
     def _warn(self, text: str) -> None:
@@ -141,25 +142,30 @@ class Notices:
         """Return the seconds that are left, negative after the deadline; None if they are unknown."""
         if not (self.has_notice or self._arrived_at is not None):
             return None
-        at = self._deadline_at
+        at = self._answer_at
         if self._grace is not None and self._arrived_at is not None:
             at = self._arrived_at + self._grace
-        return None if at is None else at - self._clocks.monotonic()
+        return None if at in (None, math.inf) else at - self._clocks.monotonic()
 
     def describe(self) -> RankNotice:
         """Return this rank's notice; wait shortly for the function's answer to a signal."""
-        if self._is_answering and self._deadline_at is None and self._arrived_at is not None:
+        if self._is_answering and self._answer_at is None and self._arrived_at is not None:
             self._answered.wait(MAX_ASK_S)
         is_needed = self.has_notice and self.has_deadline
         return RankNotice(self.has_notice, self.find_left_s() if is_needed else None, self.count)
 
     @contextmanager
     def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:
-        """Record signals inside the context, and with a `deadline` also while the main thread is in C code."""
+        """Record signals inside the context, and with a `deadline` also while the main thread is in C code.
+
+        Outside the main thread, a function is asked all the same: signals are for those who have that thread.
+        """
         with ExitStack() as stack:
-            stack.enter_context(watch_signals(numbers, self.note_signal))
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main or self._ask is None:
+                stack.enter_context(watch_signals(numbers, self.note_signal))
             if self.has_deadline:
-                stack.enter_context(self._watch_in_thread(numbers))
+                stack.enter_context(self._watch_in_thread(numbers if is_main else ()))
             yield
 
     @contextmanager
@@ -170,7 +176,7 @@ class Notices:
         watcher = _Watcher(self, own, others, numbers)
         thread = BackgroundThread(watcher.run, "shardckpt-notice", is_daemon=True)
         try:
-            with wake_on_signals(others.fileno()) as before:
+            with wake_on_signals(others.fileno()) if numbers else nullcontext(-1) as before:
                 watcher.before = before
                 self._is_answering = thread.start() and self._ask is not None
                 yield

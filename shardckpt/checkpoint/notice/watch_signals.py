@@ -63,7 +63,10 @@ def _set_handler(number: int, handler: Callable[[int, FrameType | None], None]) 
     try:
         return signal.signal(number, handler)
     except (ValueError, OSError) as error:
-        raise UsageError("this signal cannot be handled here", found=error, expected="the main thread") from error
+        fix = "On other threads, pass a function as `deadline`."
+        raise UsageError(
+            "this signal cannot be handled here", found=error, expected="the main thread", fix=fix
+        ) from error
 
 
 def _restore_handlers(before: dict[int, Any]) -> None:

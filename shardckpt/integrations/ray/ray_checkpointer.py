@@ -23,7 +23,7 @@ from shardckpt.checkpoint.save.async_save import AsyncSaveParams
 from shardckpt.checkpoint.save.save import SaveParams
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 from shardckpt.events import OnEvent
-from shardckpt.integrations.ray.ray_experiment import RayExperiment, find_experiment
+from shardckpt.integrations.ray.ray_experiment import RayExperiment, find_experiment, find_preemption_time
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.results import SaveHandle
 from shardckpt.witness.witness import Witness
@@ -52,6 +52,8 @@ class RayCheckpointer(Checkpointer):
         max_failed_restores: How many starts may fail after restoring a step.
         on_event: Called with events.
         witness: Record the training steps after each save.
+        deadline: Inside `save_on_signal()`, a function that returns when this worker's node is lost, in seconds since
+            the epoch, or None. By default Ray's own notice.
         **rules: Rules that keep steps, such as `keep_last`.
 
     Raises:
@@ -75,6 +77,7 @@ class RayCheckpointer(Checkpointer):
         max_failed_restores: int | None = None,
         on_event: OnEvent | None = None,
         witness: Witness | None = None,
+        deadline: Callable[[], float | None] = find_preemption_time,
         **rules: Any,
     ) -> None:
         experiment = find_experiment()
@@ -84,7 +87,7 @@ class RayCheckpointer(Checkpointer):
         self._experiment, self._lists_root = experiment, has_rules
         # A group is no argument: a save reports, and Ray's barrier needs all workers.
         self._given: dict[str, Any] = {"save_every": save_every, "dedup": dedup, "tiers": tiers, "witness": witness}
-        self._given |= {"max_failed_restores": max_failed_restores, "on_event": on_event, **rules}
+        self._given |= {"max_failed_restores": max_failed_restores, "on_event": on_event, "deadline": deadline, **rules}
         super().__init__(experiment.build_url(self._run), **self._given)
         self._listed = set(self._ask_rank0(self._list_checked, experiment.find_fault()))
 

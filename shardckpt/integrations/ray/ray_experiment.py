@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import posixpath
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from ray.train.v2._internal.execution.context import get_train_context
 from shardckpt.errors import StorageError, UnsupportedError, UsageError
 from shardckpt.ranks.process_group import get_ranks
 
-__all__ = ["RayExperiment", "find_experiment"]
+__all__ = ["RayExperiment", "find_experiment", "find_preemption_time"]
 
 _MARKER = ".validate_storage_marker"  # Ray's driver writes it into the experiment's folder
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}  # pyarrow's type of a file system, fsspec's scheme
@@ -90,6 +91,15 @@ def find_experiment() -> RayExperiment:
         ) from error
     filesystem, path = storage.storage_filesystem, storage.experiment_fs_path
     return RayExperiment(filesystem, path, _find_prefix(filesystem, path), _find_num_to_keep())
+
+
+def find_preemption_time() -> float | None:
+    """Return when Ray loses this worker's node, in seconds since the epoch; infinite if unknown, None if it stays."""
+    # `ray.train.get_preemption_info` is a barrier for all workers, which no thread may call by itself.
+    info = get_train_context().preemption_context.preemption_info
+    if info is None or ray.train.get_context().get_world_rank() not in info.preempted_ranks:
+        return None
+    return math.inf if info.deadline_ms is None else info.deadline_ms / 1000
 
 
 def _find_num_to_keep() -> int | None:

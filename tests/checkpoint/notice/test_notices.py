@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -100,7 +101,7 @@ class TestAFunction:
         ("value", "text"),
         [
             (math.nan, "or None without a notice; found nan"),
-            (math.inf, "found inf"),
+            (-math.inf, "found -inf"),
             (False, "found False"),
             ("soon", "found 'soon'"),
             (1.79e12, "seconds, not milliseconds.*Divide them by 1000"),
@@ -113,6 +114,36 @@ class TestAFunction:
             notices.ask()
             notices.ask()
         assert len(given) == 1 and notices.describe() == RankNotice(False, None, 0)
+
+    def test_infinity_is_a_notice_without_a_known_deadline_until_one_is_given(self, clock):
+        answers = iter([math.inf, math.inf, clock.at(20)])
+        notices = Notices(lambda: next(answers), clock.clocks)
+        seen = []
+        for _ in range(3):
+            notices.ask()
+            seen.append(notices.describe())
+        assert seen == [RankNotice(True, None, 1), RankNotice(True, None, 1), RankNotice(True, 20.0, 1)]
+
+    def test_it_is_asked_outside_the_main_thread_too_without_a_signal(self, clock):
+        before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+
+        def wait_in_thread() -> tuple[RankNotice, object]:
+            notices = Notices(lambda: clock.at(30), clock.clocks)
+            with notices.watch((signal.SIGUSR1,)):
+                wait_for(lambda: notices.has_notice)
+                return notices.describe(), signal.getsignal(signal.SIGUSR1)
+
+        with ThreadPoolExecutor(1) as pool:
+            notice, handler = pool.submit(wait_in_thread).result(30)
+        assert notice == RankNotice(True, 30.0, 1) and handler is before[signal.SIGUSR1]
+
+    def test_seconds_need_the_main_thread_because_they_count_from_a_signal(self):
+        def watch() -> None:
+            with Notices(30).watch((signal.SIGUSR1,)):
+                pass
+
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="expected the main thread"):
+            pool.submit(watch).result(30)
 
     def test_one_that_raises_is_one_warning_and_a_signal_still_counts(self, clock):
         def fail() -> float:

@@ -16,6 +16,7 @@ import ray.train
 from ray.train.v2._internal.execution import context as ray_context
 from ray.train.v2._internal.execution import train_fn_utils
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.preemption import PreemptionContext
 from ray.train.v2._internal.execution.storage import StorageContext
 
 NAME = "experiment"
@@ -35,7 +36,7 @@ class RayWorker(ray_context.TrainContext):
             distributed_context=ray_context.DistributedContext(rank, world, rank, world, 0),
             execution_context=ray_context.ExecutionContext(None, Queue(), runner, []),
             storage_context=self.storage_context,
-            preemption_context=None,
+            preemption_context=PreemptionContext(),
             controller_actor=None,
             dataset_shard_provider=None,
             checkpoint=latest.checkpoint if latest else None,
@@ -62,6 +63,10 @@ class RayWorker(ray_context.TrainContext):
                 self.manager.after_report(report, [report.metrics])
 
         asyncio.run(register())
+
+    def take_away(self, deadline_ms: int | None, *ranks: int) -> None:
+        """Say that the nodes with some ranks are taken away, as Ray's watcher does to all workers."""
+        self.preemption_context.preemption_info = ray.train.PreemptionInfo(deadline_ms, {"node": list(ranks)})
 
     @property
     def listed(self) -> list[str]:
