@@ -72,11 +72,20 @@ class StreamAuditor:
             if known is None:
                 self.versions[version] = self._read(version, name, mark)
             elif known.mark != mark and not known.is_damaged:
-                raise HistoryError(f"version {version} was published twice")
+                self.versions[version] = self._read_again(version, known, name, mark)
         gone = {version for version in self.versions if f"{version.folder}{_MARK}" not in marks}
         if gone - self.removed:
             self._require_reachable(gone, files)
         self.removed = gone
+
+    def _read_again(self, version: Version, known: PublishedVersion, name: str, mark: object) -> PublishedVersion:
+        """Return a version that is there again. Raises HistoryError unless it was removed and is out of date."""
+        again = self._read(version, name, mark)
+        # A request whose answer was lost may be repeated after another publisher has removed the version.
+        is_repeated = version in self.removed and again.content == known.content
+        if not (is_repeated and version.epoch < self.last_epoch):
+            raise HistoryError(f"version {version} was published twice")
+        return again
 
     def _require_reachable(self, gone: Collection[Version], files: Collection[str]) -> None:
         """Require that the newest version and what leads to it from an anchor was not removed. Raises HistoryError."""
