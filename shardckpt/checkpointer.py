@@ -104,9 +104,8 @@ class Checkpointer:
         process_group: Ranks that call the methods; None for all ranks.
         on_event: Called with an event after each save, load, restore, removal of old steps and fallback.
         witness: Record the training steps after each save, and compare them after a restore; see `witness`.
-        deadline: Seconds between a signal and the end; or a function, called on a thread, that returns the end's time
-            since the epoch, infinity if unknown, None without a notice. `save_on_signal` saves to the farthest place
-            that fits.
+        deadline: Seconds from a signal to the end; or a function that returns the time of the end (`math.inf` if
+            unknown, None without a notice). `save_on_signal` saves to the farthest place that fits.
 
     Raises:
         UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
@@ -365,15 +364,13 @@ class Checkpointer:
         """Make signals, and the `deadline` function, request a last save instead of ending the process.
 
         The next `should_save` reports the signal to all ranks, whichever received it: it returns True, and
-        `stop_requested` is True from then on. The caller ends the loop. Outside the main thread, where no signal can be
-        handled, only a function `deadline` counts.
+        `stop_requested` is True from then on. The caller ends the loop. Outside the main thread only a function counts.
 
         Args:
             numbers: Signal numbers; SIGTERM by default.
 
         Raises:
-            UsageError: An argument is not a signal number; or the block starts outside the main thread without such
-                a function.
+            UsageError: An argument is not a signal number; or this is not the main thread, and there is no function.
         """
         return self._schedule.watch(require_signals(numbers) or (signal.SIGTERM,))
 
