@@ -74,7 +74,7 @@ class Group(ABC):
                     return [failure] * self.size if failure else _frame_answers(decide([each[1:] for each in messages]))
             except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
                 own = error if own is None else own
-            return [_encode_own_failure(what, own)] * self.size
+            return [_encode_own_failure(what, own, self.global_rank(0))] * self.size
 
         answer = self._exchange(what, message, answer_all)
         if own is not None:
@@ -145,12 +145,12 @@ def _encode_error(error: BaseException) -> bytes:
     return f"{kind}\n{text[:50_000] or type(error).__name__}".encode("utf-8", "replace")
 
 
-def _encode_own_failure(what: str, error: Exception) -> bytes:
+def _encode_own_failure(what: str, error: Exception, rank: int) -> bytes:
     """Return rank 0's error for all ranks; one that is about a rank names that rank already."""
     kind, text = _encode_error(error).decode().split("\n", 1)
     if isinstance(error, RankError):
         return FAILED + f"{error.rank}\n{kind}\n{text}".encode()
-    return FAILED + f"0\n{kind}\n{what} failed on rank 0: {text}".encode()
+    return FAILED + f"{rank}\n{kind}\n{what} failed on rank {rank}: {text}".encode()
 
 
 def _find_failure(what: str, messages: Sequence[bytes], name: Callable[[int], int]) -> bytes:

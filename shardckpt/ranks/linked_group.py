@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shardckpt.errors import RankError
 from shardckpt.events.recorder import Call, get_current_call
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "LOST_RANK_FIX", "LinkedGroup", "RankLink", "Transfer"]
 
 LOST_RANK_FIX = "Its own log says why; the others have stopped. Saves and loads are calls that every rank makes."
+
+_T = TypeVar("_T")
 
 _ROUND_BYTES = 8  # bytes of the round's number, which precedes each message
 _IS_GONE = "is gone or did not"  # answer in time, or come to a call in time
@@ -50,6 +52,15 @@ class RankLink(ABC):
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
+
+    @property
+    def named_size(self) -> int:
+        """Number of ranks that messages give."""
+        return self.size
+
+    def name_rank(self, rank: int) -> int:
+        """Return the number that messages give a rank."""
+        return rank
 
     @abstractmethod
     def send_message(self, data: bytes, dst: int) -> None:
@@ -113,10 +124,13 @@ class _LinkBoard(WaitBoard):
         self._link = link
 
     def note_wait(self, rank: int, *, is_waiting: bool) -> None:
-        self._link.leave_note(f"shardckpt/waits/{rank}", "1" if is_waiting else "")
+        self._link.leave_note(f"shardckpt/waits/{self.name_rank(rank)}", "1" if is_waiting else "")
 
     def is_waiting(self, rank: int) -> bool:
-        return bool(self._link.find_note(f"shardckpt/waits/{rank}"))
+        return bool(self._link.find_note(f"shardckpt/waits/{self.name_rank(rank)}"))
+
+    def name_rank(self, rank: int) -> int:
+        return self._link.name_rank(rank)
 
     def find_host(self, rank: int) -> str:
         return self._link.find_host(rank)
@@ -144,6 +158,11 @@ class LinkedGroup(Group):
         self.has_lost_rank = False  # whether a rank is lost; no more messages may be sent then
         self.rank = link.rank if link is not None else 0
         self.size = link.size if link is not None else 1
+        self._needed = self.size  # ranks from here on may leave before they have their answer
+
+    def global_rank(self, rank: int) -> int:
+        """Return the number that messages give a rank."""
+        return rank if self._given is None else self._given.name_rank(rank)
 
     @property
     def timeout_s(self) -> float:
@@ -160,6 +179,17 @@ class LinkedGroup(Group):
         if self.size > 1 and name not in self._background:
             self._background[name] = LinkedGroup(self._link.renew(has_low_priority=has_low_priority))
         return self._background.get(name, self)
+
+    def derive(self, name: str, change: Callable[[RankLink], RankLink], *, needed: int) -> LinkedGroup:
+        """Return the ranks of a changed link, of which only the first `needed` wait for each other's answers."""
+        if name not in self._background:
+            self._background[name] = LinkedGroup(change(self._link))
+            self._background[name]._needed = needed
+        return self._background[name]
+
+    def sort_given(self, values: Sequence[_T]) -> list[_T]:
+        """Return the ranks' values in the order of the ranks' numbers in messages."""
+        return [values[rank] for rank in sorted(range(self.size), key=self.global_rank)]
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Send the bytes to rank 0, and receive all ranks' bytes from it."""
@@ -270,7 +300,8 @@ class LinkedGroup(Group):
         if lost:
             raise self._give_up(lost)
         if others:
-            raise _build_mismatch(self.size, own, *next(iter(others.items())))
+            rank, name = next(iter(others.items()))
+            raise _build_mismatch(self.size, own, self.global_rank(rank), name)
         return messages
 
     def _send_all(self, answers: Sequence[bytes]) -> None:
@@ -279,7 +310,8 @@ class LinkedGroup(Group):
             try:
                 self._send_bytes(answers[rank], rank)
             except RuntimeError as error:
-                lost[rank] = error
+                if rank < self._needed:
+                    lost[rank] = error
         if lost and answers[0][:1] != FAILED:  # otherwise rank 0 raises why it failed
             raise self._give_up(lost)
 
@@ -306,22 +338,22 @@ class LinkedGroup(Group):
         self.has_lost_rank = True
         if not self._loss:
             verb = "come to" if self._is_first and self.rank == 0 else "answer in"
-            text = _describe_loss(self.size, *next(iter(lost.items())), self._call, verb)
+            text, own = self._describe_loss(*next(iter(lost.items())), verb), _build_key(self.global_rank(self.rank))
             if wait_s:  # others wait for this note meanwhile
-                self._link.leave_note(_build_key(self.rank), _UNSURE + text)
+                self._link.leave_note(own, _UNSURE + text)
             self._loss = self._link.find_note(_FIRST) or self._follow_notes(text, wait_s)
-            for key in (_build_key(self.rank), _FIRST):
+            for key in (own, _FIRST):
                 self._link.leave_note(key, self._loss)
         return self._build_lost_error(self._loss)
 
     def _follow_notes(self, text: str, wait_s: float) -> str:
         """Return the text for the rank that was lost first: a lost rank's note names the rank that it has lost."""
-        passed = {self.rank, -1}
+        passed = {own := self.global_rank(self.rank), -1}
         while (rank := _read_rank(text)) not in passed:
             passed.add(rank)
             note = self._link.find_note(_build_key(rank), wait_s=wait_s)
             is_sure, found = not note.startswith(_UNSURE), note.removeprefix(_UNSURE)
-            if not note or (not is_sure and _read_rank(found) == self.rank):  # both ranks gave the other one up
+            if not note or (not is_sure and _read_rank(found) == own):  # both ranks gave the other one up
                 break
             text = found
             if is_sure:
@@ -337,14 +369,20 @@ class LinkedGroup(Group):
             self.has_lost_rank = True
             if known is not None:
                 raise known from error
-            text = _describe_loss(self.size, 0, error, self._call)
+            text = self._describe_loss(0, error)
             raise self._build_lost_error(self._follow_notes(text, _NOTICE_S)) from error
+
+    def _describe_loss(self, rank: int, error: RuntimeError, verb: str = "answer in") -> str:
+        """Return which rank is lost, in which call, and why."""
+        called = f"{verb} `{self._call.name}`" if self._call.name else "answer"
+        named = f"rank {self.global_rank(rank)} of {self._link.named_size}"
+        return f"{named} {_IS_GONE} {called} in time: {' '.join(str(error).split())[:200]}"
 
     def _build_lost_error(self, text: str) -> RankError:
         """Return the error for a lost rank in the store; a rank never names itself."""
         rank = _read_rank(text)
-        if rank == self.rank:
-            rank, text = -1, f"another rank of {self.size} is gone, or has stopped waiting for this one"
+        if rank == self.global_rank(self.rank):
+            rank, text = -1, f"another rank of {self._link.named_size} is gone, or has stopped waiting for this one"
         return RankError(text, rank=rank, fix=LOST_RANK_FIX)
 
     @property
@@ -359,12 +397,6 @@ ALONE = LinkedGroup()  # a single process
 def _build_key(rank: int) -> str:
     """Return the key for a rank's note."""
     return f"shardckpt/lost/{rank}"
-
-
-def _describe_loss(size: int, rank: int, error: RuntimeError, call: Call, verb: str = "answer in") -> str:
-    """Return which rank is lost, in which call, and why."""
-    called = f"{verb} `{call.name}`" if call.name else "answer"
-    return f"rank {rank} of {size} {_IS_GONE} {called} in time: {' '.join(str(error).split())[:200]}"
 
 
 def _frame_call(call: Call) -> bytes:

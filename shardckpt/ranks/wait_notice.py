@@ -39,6 +39,10 @@ class WaitBoard(ABC):
         """Return the name of a rank's machine; empty if it is unknown."""
         return ""
 
+    def name_rank(self, rank: int) -> int:
+        """Return the number that messages give a rank."""
+        return rank
+
 
 class StoreBoard(WaitBoard):
     """Notes in the store that the ranks share."""
@@ -90,16 +94,15 @@ class _Wait:
         later = range(self._rank + 1, self._size)
         missing = [*range(self._rank), *(rank for rank in later if not self._board.is_waiting(rank))]
         named = self._name(missing) if missing else "the other ranks, which wait too"
-        call = self._call.name or self._what
-        _LOG.warning("rank %d waits in %s for %s, %.0f s", self._rank, call, named, seconds)
-        event = events.WaitEvent(self._call.path, seconds, rank=self._rank, call=call, waits_for=tuple(missing))
+        call, rank = self._call.name or self._what, self._board.name_rank(self._rank)
+        _LOG.warning("rank %d waits in %s for %s, %.0f s", rank, call, named, seconds)
+        waits_for = tuple(map(self._board.name_rank, missing))
+        event = events.WaitEvent(self._call.path, seconds, rank=rank, call=call, waits_for=waits_for)
         send_event(event, self._call.on_event)
 
     def _name(self, ranks: Sequence[int]) -> str:
-        if len(ranks) > 1:
-            return name_ranks(ranks)
-        host = self._board.find_host(ranks[0])
-        return f"rank {ranks[0]} (host {host})" if host else f"rank {ranks[0]}"
+        host = self._board.find_host(ranks[0]) if len(ranks) == 1 else ""
+        return name_ranks([*map(self._board.name_rank, ranks)]) + (f" (host {host})" if host else "")
 
 
 class _Watch:
