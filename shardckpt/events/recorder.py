@@ -78,10 +78,12 @@ class SaveEvent(OperationEvent):
 
     Attributes:
         is_background: Whether `async_save` ran the save.
+        has_left: Whether this rank, which has a notice, left before the commit. The other ranks emit the result.
     """
 
     operation: ClassVar[str] = "save"
     is_background: bool = False
+    has_left: bool = False
 
 
 @dataclass(frozen=True)

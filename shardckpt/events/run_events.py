@@ -148,15 +148,15 @@ class WaitEvent(OperationEvent):
 class PreemptionEvent(OperationEvent):
     """What a run did about a notice that it ends (`Checkpointer(deadline=...)`).
 
-    On rank 0 when the save has ended or its time is over, or on a rank whose step did not end in time. The path is the
-    run's; the error says why nothing was committed.
+    On rank 0 when the save has ended or its time is over, or on a rank whose step did not end in time. If rank 0 leaves
+    before the commit, on the lowest rank that stays. The path is the run's; the error says why nothing was committed.
 
     Attributes:
         grace_s: Seconds that were left when the save started; None if they were unknown.
         chosen: Farthest place that fitted: `memory`, `local` or `root`; if none fitted, the nearest. Empty if the step
             did not end.
         expected_s: Seconds that a save was expected to take, by place; without places that no save had measured.
-        committed: Places that have the step, as rank 0 sees them.
+        committed: Places that have the step, as this rank sees them.
         survives: Failures that the step survives, as for `durability`, and `leaving nodes`: the loss of all nodes that
             have a notice.
         notices: Signals and deadlines so far.

@@ -61,6 +61,15 @@ def read_boot_id() -> str:
     return os.uname().nodename
 
 
+# Environment variable with the node's name: processes with different names on one machine do not share captures.
+NODE = "SHARDCKPT_NODE"
+
+
+def find_machine_id() -> str:
+    """Return this machine's id, which its containers share."""
+    return f"{read_boot_id()} {os.environ.get(NODE, '')}"
+
+
 def is_partial(name: str) -> bool:
     """Return True if a name is temporary, for an unfinished file."""
     return _PARTIAL_NAME.fullmatch(name.rpartition("/")[2]) is not None

@@ -21,6 +21,7 @@ from shardckpt.checkpoint.run.step_saver import (
     build_run_notes,
     check_options,
     encode_metrics,
+    list_given,
     require_one_step,
 )
 from shardckpt.checkpoint.save.async_save import async_save
@@ -56,6 +57,8 @@ class _Places(NamedTuple):
     is_asked: bool = False  # a rank has a notice
     share: tuple[int, bool, Sequence[str]] = (1, False, ())  # `NodeShare`
     has_own_record: bool = False  # the rank keeps a copy of the witness record on its node
+    staying: Sequence[int] = ()  # ranks that can commit the step alone; empty if all have to
+    planned_notice: Sequence[Any] | None = None  # `PlannedNotice`, for the first of them
     # Steps that all nodes have copied, by tier, if one is new.
     common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
 
@@ -95,15 +98,18 @@ class Captures(NoCaptures):
             message: bytes | Exception
             try:
                 given = check_options(async_save, options, self._finder.group)
-                about = {**read_notes(given.get("custom_metadata")), **encode_metrics(metrics)}
-                message = self._describe(require_step_number(step))
+                numbers = encode_metrics(metrics)
+                about = {**read_notes(given.get("custom_metadata")), **numbers}
+                message = self._describe(require_step_number(step), list_given(given, numbers))
             except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
                 message = error
             places = self._agree(message)
             self._schedule.set_requested(places.is_asked)
+            if places.planned_notice and get_ranks(self._finder.group).rank == places.staying[0]:
+                self._schedule.notice_saves.take_over(places.planned_notice)
             self._last = places.number
             about.update(build_run_notes(places.branch, places.mark))
-            captured = self._capture(places, state, SaveHooks(about), given)
+            captured = self._capture(places, state, SaveHooks(about, staying=tuple(places.staying)), given)
         root = self._tiers[0].place.finder.root
         return CapturedStep(places.number, places.in_root, places.branch, places.mark, root, captured)
 
@@ -116,12 +122,12 @@ class Captures(NoCaptures):
                 fix="Make a Checkpointer in the process that saves.",
             )
 
-    def _describe(self, number: int) -> bytes:
+    def _describe(self, number: int, given: Sequence[str]) -> bytes:
         """Return this rank's message: the step, the node, and what is ready there."""
         folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
         copied = {tier.place.name: tier.promoted.uncounted for tier in self._tiers if tier.promoted.uncounted}
         notice = self._schedule.notice_saves.notices.describe()
-        return json.dumps([number, find_node_id(), folders, self._open_again(number), copied, notice]).encode()
+        return json.dumps([number, find_node_id(), folders, self._open_again(number), copied, notice, given]).encode()
 
     def _takes(self, tier: CaptureTier, number: int) -> bool:
         """Return True if a step may go into a tier: it is its turn, or a deadline chooses the places."""
@@ -221,7 +227,7 @@ class Captures(NoCaptures):
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose where to save a step. On rank 0."""
-        numbers, nodes, folders, faults, copied, notices = zip(*map(json.loads, messages), strict=True)
+        numbers, nodes, folders, faults, copied, notices, given = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
         ready, opened = [], []
@@ -250,6 +256,8 @@ class Captures(NoCaptures):
         self._finder.own.record(number, mark)
         places = _Places(number, branch, mark, ready, opened, in_root, self._schedule.stop_requested)
         places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
+        staying = self._schedule.find_staying(notices, given)
+        places = places._replace(staying=staying, planned_notice=self._schedule.hand_over(staying))
         keepers = choose_record_keepers(list(first.values()))
         return [
             json.dumps(

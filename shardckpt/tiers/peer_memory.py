@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from shardckpt.errors import StorageError, UsageError
 from shardckpt.plan.layout.output_files import parse_size
-from shardckpt.storage.orphans import read_boot_id
+from shardckpt.storage.orphans import find_machine_id
 from shardckpt.tiers.local_folder import require_settings
 from shardckpt.tiers.memory.lease import IDLE_S
-from shardckpt.tiers.memory.run_folders import NODE, find_first_mount
+from shardckpt.tiers.memory.run_folders import find_first_mount
 from shardckpt.tiers.peers.node_files import Node
 
 
@@ -65,12 +65,7 @@ class PeerMemory:
 
 def find_node(rack: str = "") -> Node:
     """Return this process's node; `rack` labels machines that may fail together."""
-    return Node(find_node_id(), _find_machine_id(), rack)
-
-
-def _find_machine_id() -> str:
-    """Return this machine's id, which its containers share."""
-    return f"{read_boot_id()} {os.environ.get(NODE, '')}"
+    return Node(find_node_id(), find_machine_id(), rack)
 
 
 def find_node_id() -> str:
@@ -79,7 +74,7 @@ def find_node_id() -> str:
     with suppress(OSError, StorageError):  # containers on one machine have different folders
         status = os.stat(find_first_mount())
         place = f"{status.st_dev} {status.st_ino}"
-    return f"{_find_machine_id()} {place}"
+    return f"{find_machine_id()} {place}"
 
 
 def parse_machine_id(node: str) -> str:

@@ -33,7 +33,7 @@ from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.memory.memory_store import MemoryWriter
 from shardckpt.tiers.promoter import Promoter
 from tests.kit.ranks.harness import outcomes, run
-from tests.kit.runs.tier_runs import captures, empty_memory, enter, is_step, make_state, wait_for
+from tests.kit.runs.tier_runs import captures, empty_memory, enter, is_alive, is_step, make_state, wait_for
 from tests.kit.runs.tier_runs import restore as restore_tiers
 from tests.kit.runs.tier_runs import sharded_state as state
 
@@ -360,10 +360,11 @@ def test_a_signal_on_one_rank_at_any_moment_saves_one_step_on_all(phase, has_tie
     steps, reports = zip(*found, strict=True)
     is_never = phase.startswith("copying") and not has_tiers
     assert len({*steps}) == 1
-    assert [*reports[1:]] == [[]], "rank 0 reports"
-    assert [each[0] for each in reports[0]] == ([] if is_never else [steps[0]])
+    assert reports[sender] == [], "the rank that stays reports"
+    report = reports[1 - sender]
+    assert [each[0] for each in report] == ([] if is_never else [steps[0]])
     if not is_never:
-        assert reports[0][0][1] and reports[0][0][2] == 1
+        assert report[0][1] and report[0][2] == 1
         assert run(2, resume, root, has_tiers) == [(steps[0], True)] * 2
 
 
@@ -443,6 +444,97 @@ def test_memory_of_a_node_that_leaves_is_copied_to_one_that_stays(copies, tmp_pa
     assert found[0][0] == [(("memory",), survives)]
     empty_memory("b")
     assert run(2, resume_without, root) == [(101, True)] * 2
+
+
+def lose_nodes(rank: int, world: int, root: Path, leaving: str, owner: type, name: str) -> tuple | None:
+    """Save with a notice on nodes that are killed as the first rank that stays calls a function."""
+    node = "abc"[rank]
+    enter(node)
+    pids: list[int] = [0] * world
+    dist.all_gather_object(pids, os.getpid())
+    seen: list = []
+    ck = make(root, seen, deadline=60)
+    ck.save(100, make_state(100))
+    ck.wait()
+    past = ck._schedule.notice_saves._past["root"]
+    if past:
+        past.append(past[-1]._replace(seconds=1000.0))  # the root does not fit
+    original = getattr(owner, name)
+
+    def kill(*args: object, **options: object) -> object:
+        for each, pid in zip("abc", pids, strict=True):
+            if each in leaving:
+                os.kill(pid, signal.SIGKILL)
+        return original(*args, **options)
+
+    with ck.save_on_signal():
+        if node in leaving:
+            os.kill(os.getpid(), SIGNAL)
+        assert ck.should_save(101)
+        if node == min({*"abc"} - {*leaving}):
+            setattr(owner, name, kill)
+        ck.save(101, make_state(101))
+        if node in leaving:
+            time.sleep(60)
+        ck.wait()
+    return [(event.committed, event.survives) for event in only_preemptions(seen)], captures(node)[0].steps
+
+
+@pytest.mark.parametrize("leaving", ["bc", "ab", "a"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(SaveSession, "stage"), (SaveSession, "commit"), (CaptureTier, "replicate")],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_memory_of_nodes_that_stay_has_replicated_values_without_the_others(owner, name, leaving, tmp_path):
+    root = tmp_path / "run"
+    found = outcomes(3, lose_nodes, root, leaving, owner, name)
+    stay = [each for each in found if "abc"[each.rank] not in leaving]
+    assert not any(each.raised or each.waits for each in stay), stay
+    assert next(each.value[0] for each in stay) == [(("memory",), ("process", LEAVING))]
+    assert not any(each.value[0] for each in stay[1:]), "the first rank that stays reports"
+    for node in leaving:
+        empty_memory(node)
+
+    def resume(rank: int, world: int) -> int | None:
+        enter([each for each in "abc" if each not in leaving][rank])
+        return restore_tiers(make(root))
+
+    assert run(len(stay), resume) == [101] * len(stay)
+
+
+def leave_at_once(rank: int, world: int, root: Path) -> list:
+    """Save with a notice on the node of rank 0, which is killed as its `save` returns; return what is reported."""
+    enter("ab"[rank])
+    pids: list[int] = [0] * world
+    dist.all_gather_object(pids, os.getpid())
+    seen: list = []
+    ck = make(root, seen, deadline=60)
+    commit = SaveSession.commit
+
+    def commit_late(*args: object, **options: object) -> object:
+        wait_for(lambda: not is_alive(pids[0]))
+        return commit(*args, **options)
+
+    with ck.save_on_signal():
+        if rank == 0:
+            os.kill(os.getpid(), SIGNAL)
+        assert ck.should_save(101)
+        if rank == 1:
+            SaveSession.commit = commit_late
+        ck.save(101, make_state(101))
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ck.wait()
+    return [(event.step, event.committed, event.saves_begun, event.saves_committed) for event in only_preemptions(seen)]
+
+
+def test_memory_and_the_root_have_the_step_of_a_node_that_is_gone_at_once(tmp_path):
+    found = outcomes(2, leave_at_once, tmp_path / "run")
+    assert found[1].value == [(101, ("memory", "root"), 1, 1)]
+    empty_memory("a")
+    empty_memory("b")
+    assert restore_tiers(make(tmp_path / "run")) == 101
 
 
 def resume_without(rank: int, world: int, root: Path) -> tuple:

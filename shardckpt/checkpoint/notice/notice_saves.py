@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardckpt.checkpoint.notice.notices import Clocks, Notices, RankNotice
 from shardckpt.checkpoint.notice.place_prediction import (
@@ -43,15 +43,22 @@ class NoticeShare(NamedTuple):
     has_leaving: bool = False  # whether some nodes have a notice, and others have none
 
 
-@dataclass
-class _NoticeSave:
-    """The save that a notice asked for, until it is reported."""
+class PlannedNotice(NamedTuple):
+    """A save that a notice asks for, as rank 0 sends it to the rank that reports it."""
 
     number: int
     notice: RankNotice
     chosen: ChosenPlaces
     expected: Sequence[ExpectedPlace]
     share: NoticeShare
+    has_started: bool  # whether the step was being saved to all its places before
+
+
+@dataclass
+class _NoticeSave:
+    """The save that a notice asked for, until it is reported."""
+
+    planned: PlannedNotice
     start: float
     faults: dict[str, str] = field(default_factory=dict)  # by place
     committed: list[str] = field(default_factory=list)
@@ -59,7 +66,7 @@ class _NoticeSave:
     @property
     def open_places(self) -> list[str]:
         """Places whose save has not ended."""
-        return [name for name in self.chosen.names if name not in self.committed and name not in self.faults]
+        return [name for name in self.planned.chosen.names if name not in self.committed and name not in self.faults]
 
 
 class NoticeSaves:
@@ -89,6 +96,7 @@ class NoticeSaves:
         self._last: dict[str, int] = {}  # the last step committed in each place
         self._copied = -1  # the last captured step with all its copies
         self._save: _NoticeSave | None = None
+        self._elsewhere = -1  # the step whose save another rank reports
         self._lock = threading.RLock()
         self.notices.on_tick = self.tick
 
@@ -112,13 +120,15 @@ class NoticeSaves:
             is_end = isinstance(event, (SaveEvent, PromotionEvent))
             if place == ROOT and is_end:
                 self._root_start = None
+            if isinstance(event, SaveEvent) and event.has_left:
+                return
             if is_end and event.error is None:
                 seconds = event.seconds - event.phases.get("waiting", 0.0)
                 self._past[place].append(PastSave(event.nbytes, max(seconds, 0.0)))
                 self._last[place] = -1 if event.step is None else event.step
             if isinstance(event, ReplicateEvent) and event.step is not None and not event.warnings:
                 self._copied = event.step
-            if self._save is not None and event.step == self._save.number:
+            if self._save is not None and event.step == self._save.planned.number:
                 self._note_in_save(self._save, place, event, is_end=is_end)
 
     def _note_in_save(self, save: _NoticeSave, place: str, event: OperationEvent, *, is_end: bool) -> None:
@@ -128,7 +138,7 @@ class NoticeSaves:
             save.committed += [] if place in save.committed else [place]
         elif is_end or (isinstance(event, FallbackEvent) and place != ROOT):  # there a full save follows
             fault = describe(event.error) if event.error is not None else "; ".join(event.warnings)
-            is_source = place == save.chosen.names[0] != ROOT  # tiers behind it get copies of its captures
+            is_source = place == save.planned.chosen.names[0] != ROOT  # tiers behind it get copies of its captures
             failed = [name for name in save.open_places if name == place or (is_source and name != ROOT)]
             save.faults.update(dict.fromkeys(failed, fault))
         if not save.open_places:
@@ -136,7 +146,7 @@ class NoticeSaves:
 
     def is_planned(self, number: int) -> bool:
         """Return True if the places for a step are chosen and it is not reported yet. On rank 0."""
-        return self._save is not None and self._save.number == number
+        return self._elsewhere == number or (self._save is not None and self._save.planned.number == number)
 
     def plan(
         self,
@@ -164,11 +174,32 @@ class NoticeSaves:
             chosen = choose_places(expected, notice.left_s)
             if has_started:
                 chosen = chosen._replace(names=tuple(names))
-            self._save = _NoticeSave(number, notice, chosen, expected, share or NoticeShare(), self._now())
-            if has_started:
-                self._save.committed += [name for name in names if self._last.get(name) == number]
-            self.begun += 1
+            self._open(PlannedNotice(number, notice, chosen, expected, share or NoticeShare(), has_started))
             return chosen
+
+    def _open(self, planned: PlannedNotice) -> None:
+        self._save, self._elsewhere = _NoticeSave(planned, self._now()), -1
+        if planned.has_started:
+            names = planned.chosen.names
+            self._save.committed += [name for name in names if self._last.get(name) == planned.number]
+        self.begun += 1
+
+    def hand_over(self) -> PlannedNotice | None:
+        """Return the planned save for another rank, which reports it; None without one. On rank 0."""
+        with self._lock:
+            save, self._save = self._save, None
+            if save is None:
+                return None
+            self._elsewhere = save.planned.number
+            self.begun -= 1
+            return save.planned
+
+    def take_over(self, planned: Sequence[Any]) -> None:
+        """Report a save that rank 0 leaves to this rank, as JSON."""
+        number, notice, (place, names, fits), expected, share, has_started = planned
+        chosen, places = ChosenPlaces(place, tuple(names), fits), [ExpectedPlace(*each) for each in expected]
+        with self._lock:
+            self._open(PlannedNotice(number, RankNotice(*notice), chosen, places, NoticeShare(*share), has_started))
 
     def tick(self) -> float | None:
         """Report what is over; return after how many seconds the next report is due, None without one."""
@@ -176,7 +207,7 @@ class NoticeSaves:
             save = self._save
             if save is None:
                 return self._give_up_step()
-            limit_s = find_report_time(save.notice.left_s)
+            limit_s = find_report_time(save.planned.notice.left_s)
             if limit_s is None:
                 return None
             due_s = save.start + limit_s - self._now()
@@ -210,31 +241,31 @@ class NoticeSaves:
         return None
 
     def _report(self, save: _NoticeSave) -> None:
-        self._save = None
-        committed = tuple(name for name in save.chosen.names if name in save.committed)
+        self._save, planned = None, save.planned
+        committed = tuple(name for name in planned.chosen.names if name in save.committed)
         self.committed += bool(committed)
         warnings = [f"not in {name}: {fault}" for name, fault in save.faults.items()]
         error = None
         if not committed:
             found = "; ".join(warnings) or "the save did not end"
             error = StorageError("no save was committed after the notice", where=self._root, found=found)
-        elif not save.chosen.fits:
+        elif not planned.chosen.fits:
             warnings.append("no place was expected to fit into the time left")
-        has_copies = self._copied == save.number
-        machines = save.share.machines if has_copies else 1
-        has_off = save.share.has_leaving and has_copies
+        has_copies = self._copied == planned.number
+        machines = planned.share.machines if has_copies else 1
+        has_off = planned.share.has_leaving and has_copies
         in_root = find_survived(self._root, read_mounts()) if ROOT in committed else ()
         self._emit(
-            save.number,
+            planned.number,
             error,
             seconds=self._now() - save.start,
-            grace_s=save.notice.left_s,
-            chosen=save.chosen.chosen,
-            expected_s=_known({place.name: place.seconds for place in save.expected}),
+            grace_s=planned.notice.left_s,
+            chosen=planned.chosen.chosen,
+            expected_s=_known({place.name: place.seconds for place in planned.expected}),
             committed=committed,
             survives=find_survived_failures(committed, in_root, machines, is_off_leaving=has_off),
             warnings=tuple(warnings),
-            notices=max(save.notice.notices, self.notices.count),
+            notices=max(planned.notice.notices, self.notices.count),
         )
 
     def _emit(self, step: int | None, error: Exception | None, **values: object) -> None:

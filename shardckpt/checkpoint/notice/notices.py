@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +16,7 @@ from shardckpt.checkpoint.background_thread import BackgroundThread
 from shardckpt.checkpoint.notice.watch_signals import wake_on_signals, watch_signals
 from shardckpt.errors import UsageError, describe
 from shardckpt.events.warn_user import warn_user
+from shardckpt.storage.orphans import find_machine_id
 
 Deadline: TypeAlias = float | Callable[[], float | None]
 """A grace in seconds, or a function: it returns the time of the end in seconds since the epoch, `math.inf` if a notice
@@ -39,6 +40,7 @@ class RankNotice(NamedTuple):
     has_notice: bool
     left_s: float | None  # None if it is unknown
     notices: int
+    machine: str = ""  # with a deadline, the id of the rank's machine
 
     @classmethod
     def merge(cls, notices: list[RankNotice]) -> RankNotice:
@@ -46,6 +48,13 @@ class RankNotice(NamedTuple):
         known = [notice.left_s for notice in notices if notice.left_s is not None]
         is_given, count = any(notice.has_notice for notice in notices), max(notice.notices for notice in notices)
         return cls(is_given, min(known, default=None), count)
+
+
+def find_staying(notices: Sequence[RankNotice]) -> tuple[int, ...]:
+    """Return the ranks on machines without a notice; empty if all or none of them stay."""
+    leaving = {notice.machine for notice in notices if notice.has_notice}
+    staying = tuple(rank for rank, notice in enumerate(notices) if notice.machine not in leaving)
+    return staying if len(staying) < len(notices) else ()
 
 
 def require_deadline(deadline: object) -> None:
@@ -152,7 +161,8 @@ class Notices:
         if self._is_answering and self._answer_at is None and self._arrived_at is not None:
             self._answered.wait(MAX_ASK_S)
         is_needed = self.has_notice and self.has_deadline
-        return RankNotice(self.has_notice, self.find_left_s() if is_needed else None, self.count)
+        machine = find_machine_id() if self.has_deadline else ""
+        return RankNotice(self.has_notice, self.find_left_s() if is_needed else None, self.count, machine)
 
     @contextmanager
     def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:

@@ -66,6 +66,7 @@ class RankReport:
     is_traced: bool = False
     # Memory orders of the arrays that are not row-major on this rank.
     orders: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+    sent: Mapping[Path, str] = field(default_factory=dict)  # tensors of a rank that leaves, from `collect_own_tensors`
 
     def encode(self) -> bytes:
         """Return the report as bytes."""

@@ -132,6 +132,13 @@ def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False
     return LocalSavePlan(arrays, frozenset(flattened.buffers), dict(flattened.ties), frozen, on_device)
 
 
+def drop_boxes(local_plan: LocalSavePlan) -> LocalSavePlan:
+    """Return the plan of a rank that has the arrays, but no elements."""
+    if isinstance(local_plan.arrays, _PackedTensors):
+        return replace(local_plan, arrays=_PackedTensors(local_plan.arrays.rows.drop_boxes()))
+    return replace(local_plan, arrays=tuple(each._replace(boxes=()) for each in local_plan.arrays))
+
+
 def _has_sum(shard: LocalShard) -> bool:
     return shard.tensor.nbytes >= LEAST_SUM_BYTES and has_pinned_copies(shard.tensor.device)
 

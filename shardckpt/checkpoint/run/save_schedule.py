@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
-from shardckpt.checkpoint.notice.notice_saves import NoticeSaves, NoticeShare
-from shardckpt.checkpoint.notice.notices import RankNotice
+from shardckpt.checkpoint.notice.notice_saves import NoticeSaves, NoticeShare, PlannedNotice
+from shardckpt.checkpoint.notice.notices import RankNotice, find_staying
 from shardckpt.checkpoint.notice.place_prediction import ChosenPlaces
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, find_unreadable, require_step_number
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
@@ -39,6 +39,7 @@ class SaveSchedule:
     Attributes:
         stop_requested: Whether any rank received a notice and all ranks have agreed on it.
         notice_saves: Notices of this process, and the saves that they ask for.
+        needs_all_ranks: Whether ranks with a notice take part until the commit in any case.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class SaveSchedule:
         self._background: BackgroundSave | None = None
         self._is_due = self._is_watching = False
         self.stop_requested, self.notice_saves = False, notice_saves or NoticeSaves()
+        self.needs_all_ranks = False
         self._on_completed = on_completed  # called with the number of a training step that has ended
 
     @property
@@ -104,6 +106,23 @@ class SaveSchedule:
         if not self.has_deadline or self.notice_saves.is_planned(number):
             return None
         return self.notice_saves.plan(number, notice, names, share, has_started=has_started)
+
+    def find_staying(self, notices: Sequence[Any], given: Sequence[Sequence[str]]) -> tuple[int, ...]:
+        """Return the ranks that can commit the next save without the others; empty if all have to. On rank 0.
+
+        Args:
+            notices: All ranks' `RankNotice` as JSON.
+            given: Names of what each rank gives. Rank 0's values count; if it leaves, the values that the lowest
+                rank gives that stays.
+        """
+        if self.needs_all_ranks or not self.has_deadline:
+            return ()
+        staying = find_staying([RankNotice(*each) for each in notices])
+        return staying if staying and given[staying[0]] == given[0] else ()
+
+    def hand_over(self, staying: Sequence[int]) -> PlannedNotice | None:
+        """Return what the rank that reports the save needs, if rank 0 leaves. On rank 0."""
+        return self.notice_saves.hand_over() if staying and staying[0] else None
 
     def should_save(self, step: Any, coordinator: LinkedGroup) -> bool:
         """Return True if a step should be saved. Collective inside `watch`."""

@@ -117,7 +117,7 @@ class StepSaver:
         root = self._prepare_root(save, step, metrics, options, None)
         self._schedule.notice_saves.note_root_start()
         save_with(root.hooks, state, self._path(root.number), root.options)
-        is_first = get_ranks(self._group).rank == 0
+        is_first = get_ranks(self._group).rank == root.first
         if is_first:
             self._lineage.note_root_step(root.number)
         self._record_save(root.number, root.branch, None)
@@ -148,7 +148,7 @@ class StepSaver:
         captured: CapturedStep | None,
     ) -> SaveHandle:
         root = self._prepare_root(async_save, step, metrics, options, captured)
-        user_on_event, is_first = root.options["on_event"], get_ranks(self._group).rank == 0
+        user_on_event, is_first = root.options["on_event"], get_ranks(self._group).rank == root.first
         background = BackgroundSave()
 
         def on_event(event: OperationEvent) -> None:
@@ -217,9 +217,10 @@ class StepSaver:
         message: bytes | Exception
         try:
             options = check_options(verb, options, self._group)
-            read_notes(options.get("custom_metadata"))
             numbers = encode_metrics(metrics)
-            message = json.dumps([require_step_number(step), self._schedule.notice_saves.notices.describe()]).encode()
+            given = list_given(options, numbers)
+            notice = self._schedule.notice_saves.notices.describe()
+            message = json.dumps([require_step_number(step), notice, given]).encode()
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
         names, may_overwrite = [name.removeprefix(METRIC) for name in numbers], options.get("overwrite", False)
@@ -228,23 +229,26 @@ class StepSaver:
             message,
             lambda messages: self._prepare_on_rank0(messages, names, captured, may_overwrite),
         )
-        replaces, is_asked, unranked, branch, mark = json.loads(answer)
+        replaces, is_asked, unranked, branch, mark, staying, planned_notice = json.loads(answer)
         self._schedule.set_requested(is_asked)
+        if planned_notice and get_ranks(self._group).rank == staying[0]:
+            self._schedule.notice_saves.take_over(planned_notice)
         number = require_step_number(step)
-        hooks = SaveHooks({**numbers, **self._retention.notes, **build_run_notes(branch, mark)})
+        about = {**numbers, **self._retention.notes, **build_run_notes(branch, mark)}
+        hooks = SaveHooks(about, staying=tuple(staying))
         if replaces and not may_overwrite:
             hooks = hooks._replace(before_commit=lambda: self._finder.require_replaceable(number))
         if self._dedup:
             options = {"base": lambda: self._bases.find_base(number), "store_digests": True, **options}
         on_event = join_on_event(self._on_event, options.get("on_event"))
-        given = {**options, "overwrite": replaces, "process_group": self._group, "on_event": on_event}
-        return _RootSave(number, branch, unranked, given, hooks)
+        options = {**options, "overwrite": replaces, "process_group": self._group, "on_event": on_event}
+        return _RootSave(number, branch, unranked, options, hooks)
 
     def _prepare_on_rank0(
         self, messages: list[bytes], names: list[str], captured: CapturedStep | None, may_overwrite: bool
     ) -> list[bytes]:
         """Check that the step's folder can be written; return the answers."""
-        numbers, notices = zip(*map(json.loads, messages), strict=True)
+        numbers, notices, given = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         is_replaceable = self._finder.is_replaceable(number)
         unranked = self._retention.find_ranking_fault(number, names)
@@ -262,7 +266,9 @@ class StepSaver:
         names = [*(place.finder.tier for place in captures), ROOT]
         self._schedule.choose_places(number, notices, names, has_started=captured is not None)
         is_asked = any(has_notice for has_notice, *_ in notices)
-        answer = [may_overwrite or is_replaceable, is_asked, unranked, branch, mark]
+        staying = self._schedule.find_staying(notices, given)
+        planned_notice = self._schedule.hand_over(staying)
+        answer = [may_overwrite or is_replaceable, is_asked, unranked, branch, mark, staying, planned_notice]
         return [json.dumps(answer).encode()] * len(messages)
 
 
@@ -274,6 +280,11 @@ class _RootSave(NamedTuple):
     unranked: str  # reason why steps cannot be ranked by metric; empty if they can
     options: Any  # `AsyncSaveParams`
     hooks: SaveHooks
+
+    @property
+    def first(self) -> int:
+        """The rank that commits the save."""
+        return self.hooks.staying[0] if self.hooks.staying else 0
 
 
 def require_one_step(numbers: Sequence[int], root: str) -> int:
@@ -288,6 +299,12 @@ def build_run_notes(branch: int, mark: str) -> dict[str, str]:
     """Return the custom metadata that says where a step belongs in its run, and which versions wrote it."""
     notes = ((BRANCH, str(branch)), (MARK, mark), (WRITER, describe_versions()))
     return {name: text for name, text in notes if text not in ("", "0")}
+
+
+def list_given(options: Mapping[str, Any], metrics: Mapping[str, str]) -> list[str]:
+    """Return the names of what a rank gives with a step, and of which rank 0's count."""
+    has_files = options.get("model_files") is not None
+    return sorted([*read_notes(options.get("custom_metadata")), *metrics, *(["model_files"] if has_files else [])])
 
 
 def encode_metrics(metrics: Any) -> dict[str, str]:

@@ -196,9 +196,14 @@ def _copy_and_start(
             task.recorder.values["rank"] = saver.ranks.rank
             last = saver.ranks.background(lane.name, has_low_priority=lane.is_for_captures)
             yields = lane.is_for_captures and saver.ranks.size > 1
-            copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most), yields=yields)
+            session = SaveSession(saver, checked, last)
+            copy = _Copy(task, session, StagingArea(lane.buffers, most), yields=yields)
             lane.pending.start(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
+            task.recorder.values.update(warnings=session.warnings, has_left=session.has_left)
+        if session.has_left:
+            copy.release()
+            return
         copy.stage(planned, flattened, overlaps=checked.overlap_staging)
         del flattened  # before the next garbage collection
 
@@ -254,6 +259,11 @@ class _Copy:
         except BaseException:
             self.abandon()
             raise
+
+    def release(self) -> None:
+        """End the save on a rank that leaves: the others write and commit it."""
+        self._is_complete = True
+        self._task.emit(None)
 
     def stage(self, planned: PlannedSave, flattened: PlannedState, *, overlaps: bool) -> None:
         """Start the thread and copy the state; if the copy fails, the save fails."""

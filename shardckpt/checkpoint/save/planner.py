@@ -20,6 +20,7 @@ from shardckpt.checkpoint.planning.cached_save import (
     digest_traced_values,
     find_cached,
 )
+from shardckpt.checkpoint.planning.leaving_ranks import collect_own_tensors, plan_for_staying, take_tensors
 from shardckpt.checkpoint.planning.rank_report import (
     RankReport,
     build_contents,
@@ -76,6 +77,8 @@ class SaveHooks(NamedTuple):
     # Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
     after_commit: Callable[[LinkedGroup], object] | None = None
     is_shared: bool = True  # all ranks write to one place; otherwise each writes on its own node
+    # Ranks that stay, while the others may leave after the plan; empty if all ranks stay until the commit.
+    staying: tuple[int, ...] = ()
 
 
 NO_HOOKS = SaveHooks()
@@ -111,6 +114,8 @@ class PlanResponse:
     # Plan of the chunks to write, after the JSON; None in a message for the cached plan.
     rank_plan: Annotated[RankSavePlan | None, UNSTORED] = None
     hints: BaseHints | None = None  # facts about the base; None without a base
+    committing: int = 0  # how many ranks write and commit, the first ones; 0 for all
+    needed: str = ""  # elements for which the save needs ranks that leave, as text; empty if it needs none
 
     def encode(self) -> bytes:
         """Return the response as bytes."""
@@ -236,7 +241,8 @@ class SavePlanner:
         return traced, replace(response, rank_plan=traced.cached_save.rank_plan)
 
     def _flatten(self, opened: _OpenedState) -> tuple[FlattenedState, LocalSavePlan]:
-        flattened = flatten_state(opened.root, self._coordinator.rank, self._coordinator.size, opened.objects)
+        ranks = self._coordinator
+        flattened = flatten_state(opened.root, ranks.global_rank(ranks.rank), ranks.size, opened.objects)
         local_plan = create_local_plan(flattened, trainable_only=self._options.trainable_only)
         self._known = self._cache.find_plan(local_plan)
         return flattened, local_plan
@@ -292,7 +298,8 @@ class SavePlanner:
             self._known = None
             answer = ask()
         if answer == EXPLAIN:
-            self._coordinator.ask_rank0(what, value_digests(remove_parts(local[0])), _raise_values)
+            digests = value_digests(remove_parts(local[0]))
+            self._coordinator.ask_rank0(what, digests, lambda each: _raise_values(self._coordinator.sort_given(each)))
         assert not isinstance(opened, Exception), "its error is raised by then"
         trace = opened.trace if self._can_trace else None
         return local[0], self._prepare_cached(trace, *local, PlanResponse.decode(answer))
@@ -301,6 +308,8 @@ class SavePlanner:
         """Return this rank's report, with its local plan unless a cached one fits."""
         report = replace(build_report(flattened), path=self._options.path)
         report = add_parts(report, flattened) if self._has_parts else replace(report, values=digest_values(flattened))
+        if self._coordinator.rank >= len(self._options.hooks.staying) > 0:
+            report = replace(report, sent=collect_own_tensors(flattened))
         if self._known is None:
             return replace(report, local_plan=local_plan.encode())
         return replace(report, cached=self._known.save)
@@ -324,7 +333,8 @@ class SavePlanner:
     def _decide(self, messages: list[bytes], flattened: FlattenedState) -> list[bytes]:
         """Plan, and start the publication. On rank 0."""
         reports = [RankReport.decode(message) for message in messages]
-        require_one_path(reports)
+        given = self._coordinator.sort_given(reports)
+        require_one_path(given)
         if any(report.is_traced for report in reports):
             return [_FLATTENED_NEEDED] * len(messages)
         if len({report.values for report in reports}) > 1:
@@ -341,12 +351,20 @@ class SavePlanner:
 
         def start(plan: GlobalSavePlan) -> list[PlanResponse]:
             about = self._options.custom_metadata
-            return self._start(plan, lambda save: build_contents(save, flattened, plan, reports, about))
+            return self._start(plan, lambda save: build_contents(save, flattened, plan, given, about))
 
+        needed = ""
+        if count := len(self._options.hooks.staying):
+            plans = take_tensors(flattened, local_plans, [report.sent for report in reports])
+            alone = plan_for_staying(plans, count, stages)
+            if isinstance(alone, GlobalSavePlan):
+                return _answer_all(start(alone), len(messages))
+            needed = alone
         cached = find_cached(reports, self._cache.cached_saves)
         if cached is not None and cached.plan is not None:
             return [replace(response, rank_plan=None).encode() for response in start(cached.plan)]
-        return [response.encode() for response in start(create_global_plan(local_plans, stages))]
+        responses = start(create_global_plan(local_plans, stages))
+        return [replace(response, needed=needed).encode() for response in responses]
 
     def _start(self, plan: GlobalSavePlan, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
         """Start the publication, and return the answer to each rank. On rank 0."""
@@ -372,6 +390,14 @@ class SavePlanner:
             PlanResponse(save_id, self.publication.staging_url, rank_plan, rank_hints)
             for rank_plan, rank_hints in zip(plan.rank_plans, hints, strict=True)
         ]
+
+
+def _answer_all(responses: Sequence[PlanResponse], count: int) -> list[bytes]:
+    """Return the answers to the ranks that stay, and to those that leave; these are short."""
+    staying, first = len(responses), responses[0]
+    leaving = PlanResponse(first.save, first.place, RankSavePlan((), {}))
+    answered = [*responses, *[leaving] * (count - staying)]
+    return [replace(response, committing=staying).encode() for response in answered]
 
 
 def _choose_kept(options: SaveOptions) -> FindKept:

@@ -28,6 +28,7 @@ from shardckpt.checkpoint.save.planner import (
     EXPLAIN,
     PlannedSave,
     PlannedState,
+    PlanResponse,
     SaveCache,
     SaveOptions,
     SavePlanner,
@@ -54,6 +55,8 @@ from shardckpt.native.payload import HF_INDEX, FileLayout, PayloadFile, build_pa
 from shardckpt.native.records import FileRecord, make_record
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.ordered_link import keep_first, put_first
+from shardckpt.ranks.wait_notice import name_ranks
 from shardckpt.state.local.tensor_shards import LocalShard
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, find_missing_files, require_files
@@ -74,7 +77,7 @@ class Saver(SaveCache):
         try:
             self._save(state, options, recorder, refusal)
         except BaseRemovedError as error:
-            if options.trainable_only:
+            if options.trainable_only or options.hooks.staying:  # those that leave cannot plan again
                 raise
             with record_operation(FallbackEvent, options.path, options.on_event, rank=rank, warnings=(str(error),)):
                 self._save(state, replace(options, base=lambda: None), recorder, refusal)
@@ -84,6 +87,9 @@ class Saver(SaveCache):
         with gc_paused(), self.ranks.in_step(), session.rollback_on_error():
             with recorder.phase("capture"):
                 planned, flattened = session.plan(state, refusal)
+            recorder.values.update(warnings=session.warnings, has_left=session.has_left)
+            if session.has_left:
+                return
 
             def source(payload: PayloadFile) -> Iterator[memoryview]:
                 return iter_contents(payload, flattened)
@@ -288,7 +294,16 @@ class SaveSession:
 
     def __init__(self, saver: Saver, options: SaveOptions, last: LinkedGroup) -> None:
         # Nothing but the commit uses `last` until the save ends.
-        self._saver, self._coordinator, self._options, self._last = saver, saver.ranks, options, last
+        self._saver: SaveCache = saver
+        if options.hooks.staying:  # its plan fits no other save
+            self._saver, last = (
+                SaveCache(put_first(saver.ranks, options.hooks.staying)),
+                put_first(last, options.hooks.staying),
+            )
+            self._saver.frozen_params = saver.frozen_params
+        self._coordinator, self._options, self._last = self._saver.ranks, options, last
+        self.has_left = False  # whether this rank leaves: it has planned, and has nothing more to do
+        self.warnings: tuple[str, ...] = ()  # about ranks that leave
         self._publication: Publication | None = None
         self._started: StartedSave | None = None
         self._cached_save: CachedSave | None = None
@@ -332,7 +347,23 @@ class SaveSession:
         model = flattened.model if is_alone and response.hints is None else None
         frozen_params = self._saver.frozen_params.copy() if needs_base else None
         self.phase = SavePhase.PLANNED
+        if self._options.hooks.staying:
+            self._note_leaving(response)
         return PlannedSave(response, rank_plan, model, frozen_params), flattened
+
+    def _note_leaving(self, response: PlanResponse) -> None:
+        """Send the outcome to the ranks that stay alone, or to all if the save needs the others too."""
+        ranks, count = self._coordinator, response.committing
+        if not count:
+            self.warnings = (f"the save needs all ranks until its commit, also those that leave: {response.needed}",)
+            return
+        self.has_left = ranks.rank >= count
+        staying, leaving = (name_ranks([*map(ranks.global_rank, r)]) for r in (range(count), range(count, ranks.size)))
+        if self.has_left:
+            self.warnings = (f"this rank leaves before the commit, which needs only {staying}",)
+        else:
+            self.warnings = (f"{leaving} may leave before the commit, which needs only {staying}",)
+            self._last = keep_first(self._last, count)
 
     def stage(self, planned: PlannedSave, flattened: PlannedState) -> StagedSave:
         """Plan the files that this rank writes, and compare the state with the base."""
@@ -381,7 +412,7 @@ class SaveSession:
             files += tuple(self._write_model_files(self._started, self._publication))
         staged.replicas.finish()
         hints = planned.response.hints
-        hashes = [] if hints is None else hints.hash_blocks(self._coordinator.rank, self._coordinator.size)
+        hashes = [] if hints is None else hints.hash_blocks(self._last.rank, self._last.size)
         self.phase = SavePhase.WRITTEN
         return WrittenSave(staged, payloads, files, hashes)
 
@@ -404,7 +435,7 @@ class SaveSession:
         assert not isinstance(written, Exception), "this rank's error is raised by then"
         if answer == EXPLAIN:
             digests = json.dumps(written.staged.replica_digests()).encode()
-            self._last.ask_rank0(what, digests, _raise_replicas)
+            self._last.ask_rank0(what, digests, lambda each: _raise_replicas(self._last.sort_given(each)))
         if answer == _BASE_REMOVED:
             url = planned.response.hints.url if planned.response.hints is not None else ""
             raise _base_removed_error(self._options.path, url)

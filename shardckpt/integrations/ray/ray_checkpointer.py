@@ -89,6 +89,7 @@ class RayCheckpointer(Checkpointer):
         self._given: dict[str, Any] = {"save_every": save_every, "dedup": dedup, "tiers": tiers, "witness": witness}
         self._given |= {"max_failed_restores": max_failed_restores, "on_event": on_event, "deadline": deadline, **rules}
         super().__init__(experiment.build_url(self._run), **self._given)
+        self._schedule.needs_all_ranks = True  # each one reports the step to Ray, which waits for all
         self._listed = set(self._ask_rank0(self._list_checked, experiment.find_fault()))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:

@@ -105,6 +105,10 @@ class PackedRows(NamedTuple):
             found.append(BoxRow(path, shape, dtype, tuple(boxes)))
         return found
 
+    def drop_boxes(self) -> PackedRows:
+        """Return the rows without boxes."""
+        return PackedRows(self.names, np.zeros_like(self.counts), self.numbers[:0])
+
     def add_boxes(self, boxes: Mapping[int, Sequence[Box]]) -> PackedRows:
         """Return the rows with more boxes."""
         counts = self.counts.copy()

@@ -11,11 +11,10 @@ import zlib
 from contextlib import suppress
 
 from shardckpt.errors import StorageError, UnsafeError, UsageError
-from shardckpt.storage.orphans import read_boot_id
+from shardckpt.storage.orphans import NODE, read_boot_id
 from shardckpt.storage.store import convert_os_errors
 
 __all__ = [
-    "NODE",
     "find_base",
     "find_first_mount",
     "find_run_folder",
@@ -26,9 +25,6 @@ __all__ = [
     "remove_run_folder",
     "require_run",
 ]
-
-# Environment variable with the node's name: processes with different names on one machine do not share captures.
-NODE = "SHARDCKPT_NODE"
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  (each user has a folder of their own)
 

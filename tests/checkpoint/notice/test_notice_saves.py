@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -235,3 +236,43 @@ def test_without_a_deadline_the_events_go_where_they_went():
     saves, seen = NoticeSaves(), []
     assert saves.listen("root", None) is None
     assert saves.listen("root", seen.append) == seen.append
+
+
+class TestAReportByAnotherRank:
+    def test_it_has_what_rank_0_chose_and_rank_0_reports_nothing(self):
+        first, other = Run(), Run()
+        first.measure(memory=1, root=20)
+        chosen = first.plan(31)
+        sent = json.loads(json.dumps(first.saves.hand_over()))
+        assert first.saves.is_planned(9) and first.saves.hand_over() is None
+        other.saves.take_over(sent)
+        for run in (first, other):
+            run.end("memory", 9)
+            run.end("root", 9)
+        assert first.events == [] and (first.saves.begun, other.saves.begun) == (0, 1)
+        (event,) = other.events
+        assert (event.chosen, event.committed, event.grace_s) == (chosen.chosen, ("memory", "root"), 31)
+        assert event.expected_s == {"memory": 1.5, "root": 30.0}
+
+    def test_a_step_that_was_captured_before_counts(self):
+        first, other = Run(), Run()
+        other.end("memory", 9)
+        first.saves.plan(9, RankNotice(True, 60.0, 1), ["memory", "root"], has_started=True)
+        other.saves.take_over(json.loads(json.dumps(first.saves.hand_over())))
+        other.end("root", 9)
+        assert other.events[0].committed == ("memory", "root")
+
+    def test_the_next_plan_is_reported_by_rank_0_again(self):
+        run = Run()
+        run.plan(60)
+        run.saves.hand_over()
+        run.plan(60, step=10, names=("root",))
+        run.end("root", 10)
+        assert [event.step for event in run.events] == [10] and not run.saves.is_planned(9)
+
+
+def test_a_rank_that_left_does_not_count_the_save_as_committed_or_measured():
+    run = Run()
+    run.plan(60, names=("root",))
+    run.end("root", 9, has_left=True)
+    assert run.events == [] and not run.saves._past["root"]

@@ -15,9 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardckpt.checkpoint.notice import notices as module
-from shardckpt.checkpoint.notice.notices import Clocks, Notices, RankNotice
+from shardckpt.checkpoint.notice.notices import Clocks, Notices, RankNotice, find_staying
 from shardckpt.errors import UsageError
+from shardckpt.storage.orphans import find_machine_id
 from tests.kit.runs.tier_runs import wait_for
+
+
+def on_this_machine(has_notice: bool, left_s: float | None, notices: int) -> RankNotice:
+    return RankNotice(has_notice, left_s, notices, find_machine_id())
 
 
 class Clock:
@@ -43,11 +48,11 @@ def clock() -> Clock:
 class TestAGrace:
     def test_it_counts_from_the_first_signal(self, clock):
         notices = Notices(30, clock.clocks)
-        assert notices.describe() == RankNotice(False, None, 0)
+        assert notices.describe() == on_this_machine(False, None, 0)
         notices.note_signal()
         clock.now += 10
         notices.note_signal()
-        assert notices.describe() == RankNotice(True, 20.0, 2)
+        assert notices.describe() == on_this_machine(True, 20.0, 2)
 
     def test_it_counts_from_the_arrival_of_a_signal_not_from_its_handler(self, clock):
         notices = Notices(30.0, clock.clocks)
@@ -57,7 +62,7 @@ class TestAGrace:
         assert not notices.has_notice, "the handler has not run"
         notices.note_signal()
         clock.now += 20
-        assert notices.describe() == RankNotice(True, -2.0, 1)
+        assert notices.describe() == on_this_machine(True, -2.0, 1)
 
     @pytest.mark.parametrize("grace", [0, -1, -0.5, math.nan, math.inf, True, "30", [30]], ids=repr)
     def test_what_is_no_grace_is_refused(self, grace):
@@ -76,17 +81,17 @@ class TestAFunction:
             notices.ask()
             seen.append(notices.describe())
         assert seen == [
-            RankNotice(False, None, 0),
-            RankNotice(True, 40.0, 1),
-            RankNotice(True, 40.0, 1),
-            RankNotice(True, 25.0, 1),
+            on_this_machine(False, None, 0),
+            on_this_machine(True, 40.0, 1),
+            on_this_machine(True, 40.0, 1),
+            on_this_machine(True, 25.0, 1),
         ], "the earliest deadline counts"
 
     def test_a_signal_without_an_answer_has_no_known_deadline(self, clock):
         notices = Notices(lambda: None, clock.clocks)
         notices.note_signal()
         notices.ask()
-        assert notices.describe() == RankNotice(True, None, 1)
+        assert notices.describe() == on_this_machine(True, None, 1)
 
     def test_a_deadline_in_the_past_is_a_notice_and_one_warning(self, clock):
         notices = Notices(lambda: clock.at(-30), clock.clocks)
@@ -95,7 +100,7 @@ class TestAFunction:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             notices.ask()
-        assert notices.describe() == RankNotice(True, -30.0, 1)
+        assert notices.describe() == on_this_machine(True, -30.0, 1)
 
     @pytest.mark.parametrize(
         ("value", "text"),
@@ -113,7 +118,7 @@ class TestAFunction:
         with pytest.warns(UserWarning, match=text) as given:
             notices.ask()
             notices.ask()
-        assert len(given) == 1 and notices.describe() == RankNotice(False, None, 0)
+        assert len(given) == 1 and notices.describe() == on_this_machine(False, None, 0)
 
     def test_infinity_is_a_notice_without_a_known_deadline_until_one_is_given(self, clock):
         answers = iter([math.inf, math.inf, clock.at(20)])
@@ -153,7 +158,7 @@ class TestAFunction:
         with pytest.warns(UserWarning, match="`deadline` failed, so that the time left is unknown: no metadata"):
             notices.ask()
         notices.note_signal()
-        assert notices.describe() == RankNotice(True, None, 1)
+        assert notices.describe() == on_this_machine(True, None, 1)
 
     def test_a_save_waits_for_its_answer_to_a_signal_but_not_for_long(self, monkeypatch):
         monkeypatch.setattr(module, "MAX_ASK_S", 0.05)
@@ -167,7 +172,7 @@ class TestAFunction:
         with notices.watch((signal.SIGUSR1,)):
             wait_for(lambda: asked)
             signal.raise_signal(signal.SIGUSR1)
-            assert notices.describe() == RankNotice(True, None, 1), "the function hangs"
+            assert notices.describe() == on_this_machine(True, None, 1), "the function hangs"
             hold.set()
 
 
@@ -251,3 +256,12 @@ def test_ranks_know_together_the_earliest_deadline():
     ]
     assert RankNotice.merge(given) == RankNotice(True, 12.0, 2)
     assert RankNotice.merge(given[:1]) == RankNotice(False, None, 0)
+
+
+def test_ranks_on_a_machine_with_a_notice_leave_together():
+    def on(*machines: str) -> list[RankNotice]:
+        return [RankNotice(each.isupper(), None, 0, each.lower()) for each in machines]
+
+    assert find_staying(on("a", "A", "b", "b")) == (2, 3)
+    assert find_staying(on("A", "b", "C")) == (1,)
+    assert find_staying(on("a", "b")) == find_staying(on("A", "B")) == find_staying(on("a", "A")) == ()
