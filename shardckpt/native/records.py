@@ -223,7 +223,7 @@ def read_table(
     if len({record.path for record in arrays}) != len(arrays):
         raise FormatError("an array is listed twice", where=where)
     for record in arrays:
-        _check_array(record, len(files), where)
+        require_rows(record, len(files), where)
     if not table.digests and not table.stats:
         return files, arrays
     digests = _check_piece_data(table.digests, arrays, DIGEST_BYTES, "digests", where)
@@ -236,11 +236,16 @@ def _check_file(row: FileRow, bases: Sequence[str], where: object) -> FileRecord
     if row.base >= 0 and (row.base >= len(bases) or row.hashes is None):
         what = f"{row.name!r} must be in a base that is listed, and have hashes"  # nothing else identifies the file
         raise FormatError(what, where=where, found=format_value(row))
-    lengths = [_count_hash_bytes(row.nbytes, each) for each in (BLOCK_BYTES, GROUP_BYTES)]
-    if row.hashes is not None and len(row.hashes) not in lengths:
+    return require_hashes(FileRecord(row.name, row.nbytes, row.hashes, bases[row.base] if row.base >= 0 else ""), where)
+
+
+def require_hashes(file: FileRecord, where: object) -> FileRecord:
+    """Require as many hashes as a file has blocks or groups; return the file. Raises FormatError."""
+    lengths = [_count_hash_bytes(file.nbytes, each) for each in (BLOCK_BYTES, GROUP_BYTES)]
+    if file.hashes is not None and len(file.hashes) not in lengths:
         expected = f"{2 * lengths[0]} digits, or {2 * lengths[1]}"
-        raise FormatError(f"{row.name!r} has hashes that do not fit its size", where=where, expected=expected)
-    return FileRecord(row.name, row.nbytes, row.hashes, bases[row.base] if row.base >= 0 else "")
+        raise FormatError(f"{file.name!r} has hashes that do not fit its size", where=where, expected=expected)
+    return file
 
 
 def _count_hash_bytes(nbytes: int, hashed_bytes: int) -> int:
@@ -248,7 +253,8 @@ def _count_hash_bytes(nbytes: int, hashed_bytes: int) -> int:
     return HASH_BYTES * -(-nbytes // hashed_bytes)
 
 
-def _check_array(record: ArrayRecord, files: int, where: object) -> None:
+def require_rows(record: ArrayRecord, files: int, where: object) -> None:
+    """Require rows that fit an array's shape, and refer to some of `files` files. Raises FormatError."""
     _, _, shape, rows, *_ = record
     width = 2 + 2 * len(shape)
     if len(shape) > MAX_DIMS:

@@ -11,7 +11,7 @@ from shardckpt.encodings.safetensors import HeaderTensor, encode_header, file_or
 from shardckpt.errors import UsageError
 from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, SHARD, Conversion, Target, encode_json
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
-from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
+from shardckpt.offline.write.stream import OutputFile, PlainContent
 from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile, index, name_files
 from shardckpt.plan.packed_weights import build_metadata, describe_as_plain
 from shardckpt.readers.huggingface.index_files import (
@@ -98,13 +98,7 @@ def build_file(file: PlannedFile, metadata: Mapping[str, str]) -> OutputFile:
     order = file_order(HeaderTensor(t.name, t.dtype, t.shape) for t in file.tensors)
     header = encode_header(order, metadata)
     parts = tuple(part for placed in order for part in tensors[placed.name].output_parts)
-
-    def encode(stream: TensorStream, writer: FileSink) -> bytes:
-        writer.write(header)
-        stream.write_tensors(parts, writer)
-        return b""
-
-    return OutputFile(file.name, len(header) + sum(t.nbytes for t in parts), len(parts), encode)
+    return PlainContent(header, parts).plan_file(file.name)
 
 
 def _folder_kind(stem: str) -> FolderKind:

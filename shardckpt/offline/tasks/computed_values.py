@@ -41,7 +41,7 @@ class ComputedWork:
         """Return the verb's arguments by name. Raises UsageError."""
         return bind_arguments(self._call, positional, given)
 
-    def plan(self, new: TaskPlan, count: int, url: str) -> TaskPlan:
+    def plan(self, new: TaskPlan, count: int, url: str) -> tuple[TaskPlan, Sequence[bytes]]:
         """Return the plan with the parts, shared among at most `count` tasks; 0 for a task a part."""
         found: list[WorkPart] = []
 
@@ -51,12 +51,9 @@ class ComputedWork:
 
         self._run(list_parts, new.arguments, None)
         parent, name = split(url)
-        return replace(
-            new,
-            folder=f"{parent.rstrip('/')}/.{name}.tasks-{new.id}",
-            sources=digest_paths(list_paths(new.arguments)),
-            tasks=share_parts(found, count),
-        )
+        folder = f"{parent.rstrip('/')}/.{name}.tasks-{new.id}"
+        sources = digest_paths(list_paths(new.arguments))
+        return replace(new, folder=folder, sources=sources, tasks=share_parts(found, count)), ()
 
     def run(self, plan: TaskPlan, parts: Sequence[WorkPart], on_progress: OnProgress | None) -> None:
         """Compute some parts. Raises UsageError if the source has changed."""

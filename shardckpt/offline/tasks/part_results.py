@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardckpt.errors import FormatError, MissingFileError, StorageError, UsageError
+from shardckpt.offline.tasks.task_inputs import INPUTS
 from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart
 from shardckpt.storage.local import make_folders
 from shardckpt.storage.resolve_url import local_path, open_place, split
@@ -18,6 +19,7 @@ __all__ = ["PartResults"]
 
 _PLAN, _RESULTS, _MARK = "plan.json", "results", "commit"
 _THREADS = 16  # requests at the same time; results are small
+_MAX_READS = 16  # results that are read without a list of all
 _MAX_RESULT_BYTES = 256 << 20
 
 
@@ -36,6 +38,7 @@ class PartResults:
         _require_own_folders(plan, url)
         self._plan, self._url = plan, url or plan.folder
         self._store: Store = open_place(plan.folder)
+        self._encoded = plan.encode()
         self._parts = {
             f"{_RESULTS}/{task:06d}-{at:06d}.json": part
             for task, parts in enumerate(plan.tasks)
@@ -43,24 +46,27 @@ class PartResults:
         }
         self._names = {part.name: name for name, part in self._parts.items()}
 
-    def start(self) -> None:
-        """Make the plan's folders, and write the plan into them, by which tasks know it. Raises StorageError."""
+    def start(self, inputs: Sequence[bytes]) -> None:
+        """Make the plan's folders, and write inputs and plan, by which tasks know it. Raises StorageError."""
         staging = local_path(self._plan.staging) if self._plan.staging else None
         if staging is not None:
             with convert_os_errors("cannot make the folder of the plan", staging):
                 make_folders(staging)
+        if inputs:
+            with self._store.create(INPUTS) as writer:
+                for block in inputs:
+                    writer.write(block)
         with self._store.create(_PLAN) as writer:
-            writer.write(self._plan.encode())
+            writer.write(self._encoded)
 
     def require_started(self) -> None:
         """Require that the folder of this plan is here. Raises StorageError."""
-        data = self._plan.encode()
         try:
             store = open_place(self._plan.folder)  # stores keep what they have read
             found = read_bytes(store, _PLAN, 0, store.size(_PLAN))
         except MissingFileError:
             found = b""
-        if found != data:
+        if found != self._encoded:
             raise StorageError(
                 "the folder of this plan is not here",
                 where=self._url,
@@ -72,6 +78,13 @@ class PartResults:
         """Return the parts that have results. Raises StorageError."""
         there = {entry.name for entry in self._store.list(_RESULTS)}
         return [part for name, part in self._parts.items() if name in there]
+
+    def choose_done(self, parts: Sequence[WorkPart]) -> list[WorkPart]:
+        """Return those of some parts that may have results. Raises StorageError."""
+        if len(parts) <= _MAX_READS:
+            return [*parts]  # a request for each is less than a list of the results of thousands of tasks
+        done = {part.name for part in self.list_done()}
+        return [part for part in parts if part.name in done]
 
     def read(self, part: WorkPart) -> Mapping[str, Any]:
         """Return a part's result; empty if it is missing or another plan's. Raises StorageError."""

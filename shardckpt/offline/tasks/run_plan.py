@@ -105,10 +105,10 @@ def plan_tasks(
             given[name] = _fix_steps(given[name])
     new = TaskPlan(secrets.token_hex(4), verb, given, "", "", "", "", "", ())
     parent, name = split(url)
-    made = work.plan(new, tasks, url)
+    made, inputs = work.plan(new, tasks, url)
     with open_place(parent).create(name) as writer:
         writer.write(made.encode())
-    PartResults(made).start()
+    PartResults(made).start(inputs)
     return _describe(made, ())
 
 
@@ -164,8 +164,7 @@ def run_task(
     stored, work, results = _open(plan)
     numbers = parse_share(share, len(stored.tasks)) if number is None else [number]
     parts = [part for each in numbers for part in stored.get_task(each)]
-    there = {part.name for part in results.list_done()}
-    skipped = {part.name for part in parts if part.name in there and work.is_done(stored, part, results.read(part))}
+    skipped = {part.name for part in results.choose_done(parts) if work.is_done(stored, part, results.read(part))}
     rest = [part for part in parts if part.name not in skipped]
     if rest:
         work.run(stored, rest, on_progress)

@@ -30,23 +30,31 @@ def read_version(url: str, name: str) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def read_versions(url: str, names: Collection[str]) -> dict[str, str]:
-    """Return the version of each file in a folder. Raises MissingFileError or StorageError."""
+def read_versions(url: str, names: Collection[str], *, lists: bool = True) -> dict[str, str]:
+    """Return the version of each file in a folder. Raises MissingFileError or StorageError.
+
+    `lists` lists the folder first: one request for many files, where the client keeps what it listed.
+    """
     read = partial(read_version, url)
     if local_path(url) is not None or len(names) < 2:
         return {name: read(name) for name in names}
-    for folder in {name.rpartition("/")[0] for name in names}:
-        open_remote(url).list(folder)  # one request for many files, where the client keeps what it listed
+    for folder in {name.rpartition("/")[0] for name in names} if lists else ():
+        open_remote(url).list(folder)
     with ThreadPool(_THREADS) as pool:
         return dict(zip(names, pool.map(read, names), strict=True))
 
 
-def digest_sources(url: str, manifest: Manifest, paths: Iterable[str]) -> str:
-    """Return a digest over a checkpoint's files, and over other files and folders that the work reads."""
+def read_source_versions(url: str, manifest: Manifest) -> dict[str, str]:
+    """Return the version of each file of a checkpoint."""
     own = [name for name in manifest.files if name not in manifest.elsewhere]
     versions = read_versions(url, own) if kind(url) == "folder" else dict.fromkeys(own, "")
     others = {name: str(manifest.files[name]) for name in manifest.elsewhere if name in manifest.files}
-    return _digest({**others, **versions}, digest_paths(paths))
+    return {**others, **versions}
+
+
+def digest_sources(versions: Mapping[str, str], paths: Iterable[str]) -> str:
+    """Return a digest over a checkpoint's files, and over other files and folders that the work reads."""
+    return _digest(versions, digest_paths(paths))
 
 
 def digest_paths(paths: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from shardckpt.errors import FormatError, ShardckptError, UnsupportedError, UsageError
@@ -21,6 +21,7 @@ from shardckpt.storage.store import read_bytes
 FORMAT = "shardckpt-plan"
 VERSION = 1
 MAX_PLAN_BYTES = 256 << 20
+_LISTS = ("inputs", "tasks")
 _FIX = "Make a new plan."
 
 
@@ -29,6 +30,13 @@ class WorkPart(NamedTuple):
 
     name: str  # unique in the plan
     nbytes: int  # to write, or to read
+
+
+class Block(NamedTuple):
+    """A task's bytes in a file with the bytes of all tasks."""
+
+    end: int  # where the next task's start
+    digest: str  # SHA-256, in hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,7 @@ class TaskPlan:
         save_id: Id of the native step to write; empty otherwise.
         sources: Digest over names, sizes and versions of the source's files.
         tasks: Parts of each task.
+        inputs: Each task's block of what it reads and writes; empty if tasks make the verb's own call.
     """
 
     id: str
@@ -56,6 +65,7 @@ class TaskPlan:
     save_id: str
     sources: str
     tasks: tuple[tuple[WorkPart, ...], ...]
+    inputs: tuple[Block, ...] = ()
 
     @property
     def parts(self) -> dict[str, int]:
@@ -77,11 +87,20 @@ class TaskPlan:
 
     def encode(self) -> bytes:
         """Return the plan as JSON with a digest, one task a line."""
-        return _encode({"format": FORMAT, "version": VERSION, **asdict(self)}, digest=self.digest())
+        head, lines = self._list_fields(), {}
+        for name in _LISTS:
+            lines[name] = ",\n".join(json.dumps(each) for each in head.pop(name))
+        texts = [f'"{name}": [\n{text}\n]' for name, text in lines.items()]
+        start = json.dumps({**head, "digest": self.digest()})[:-1]
+        return f"{', '.join([start, *texts])}}}\n".encode()
 
     def digest(self) -> str:
         """Return a digest over all fields."""
-        return hashlib.sha256(_canonical({"format": FORMAT, "version": VERSION, **asdict(self)})).hexdigest()
+        text = json.dumps(self._list_fields(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _list_fields(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **{each.name: getattr(self, each.name) for each in fields(self)}}
 
 
 def parse_share(text: str, count: int) -> list[int]:
@@ -181,11 +200,18 @@ def _decode(content: object, url: str) -> TaskPlan:
     arguments, tasks = content.get("arguments"), content.get("tasks")
     if not all(isinstance(content.get(name), str) for name in texts) or not isinstance(arguments, dict):
         raise FormatError("a plan lacks a field", where=url, expected=", ".join((*texts, "arguments")), fix=_FIX)
-    plan = TaskPlan(**{name: content[name] for name in texts}, arguments=arguments, tasks=_decode_tasks(tasks, url))
+    plan = TaskPlan(
+        **{name: content[name] for name in texts},
+        arguments=arguments,
+        tasks=_decode_tasks(tasks, url),
+        inputs=_decode_blocks(content.get("inputs"), url),
+    )
     if plan.digest() != content.get("digest"):
         raise FormatError("this plan was changed after it was made", where=url, found="another digest", fix=_FIX)
     if len(plan.parts) < sum(map(len, plan.tasks)):
         raise FormatError("a part is in two tasks", where=url, fix=_FIX)
+    if len(plan.inputs) not in (0, len(plan.tasks)):
+        raise FormatError("a plan must have inputs of each task, or of none", where=url, fix=_FIX)
     return plan
 
 
@@ -197,18 +223,23 @@ def _decode_tasks(tasks: object, url: str) -> tuple[tuple[WorkPart, ...], ...]:
     return tuple(tuple(WorkPart(*part) for part in task) for task in tasks)
 
 
+def _decode_blocks(blocks: object, url: str) -> tuple[Block, ...]:
+    found = [Block(*block) for block in blocks if _is_block(block)] if isinstance(blocks, list) else []
+    ends = [0, *(block.end for block in found)]
+    if not isinstance(blocks, list) or len(found) < len(blocks) or ends != sorted(ends):
+        raise FormatError("a plan's inputs must be lists of [end, digest] in order", where=url, fix=_FIX)
+    return tuple(found)
+
+
+def _is_block(block: object) -> bool:
+    match block:
+        case [int(end), str()]:
+            return type(end) is int and end <= MAX_PLAN_BYTES
+    return False
+
+
 def _is_part(part: object) -> bool:
     match part:
         case [str(), int(nbytes)]:
             return type(nbytes) is int and nbytes >= 0
     return False
-
-
-def _canonical(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _encode(fields: Mapping[str, Any], **more: str) -> bytes:
-    head = {**{name: value for name, value in fields.items() if name != "tasks"}, **more}
-    tasks = ",\n".join(json.dumps(task) for task in fields["tasks"])
-    return f'{json.dumps(head)[:-1]}, "tasks": [\n{tasks}\n]}}\n'.encode()

@@ -21,8 +21,8 @@ class Work(Protocol):
     def bind(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the verb's arguments by name. Raises UsageError."""
 
-    def plan(self, new: TaskPlan, count: int, url: str) -> TaskPlan:
-        """Return the plan with its tasks: at most `count`, or as many as are useful for 0."""
+    def plan(self, new: TaskPlan, count: int, url: str) -> tuple[TaskPlan, Sequence[bytes]]:
+        """Return the plan with its tasks, at most `count`, or as many as are useful for 0; and their inputs."""
 
     def run(self, plan: TaskPlan, parts: Sequence[WorkPart], on_progress: OnProgress | None) -> None:
         """Do some parts, and store the result of each."""

@@ -1,6 +1,7 @@
 """Tasks that write a checkpoint: each writes some payload files into the staging folder.
 
-Every task makes the verb's own call again, with the plan's names: options, formats and rules have one meaning.
+Plan and commit make the verb's own call, with the plan's names: options, formats and rules have one meaning. A task
+makes it too, unless its input says which bytes go where.
 """
 
 from __future__ import annotations
@@ -12,14 +13,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardckpt.errors import MissingFileError, UsageError
+from shardckpt.errors import FormatError, MissingFileError, UsageError
 from shardckpt.events.progress import OnProgress
 from shardckpt.offline.results.contents import Report
 from shardckpt.offline.tasks.part_results import PartResults, changed_source_error
-from shardckpt.offline.tasks.source_versions import digest_sources, read_version
+from shardckpt.offline.tasks.source_versions import (
+    digest_paths,
+    digest_sources,
+    read_source_versions,
+    read_version,
+    read_versions,
+)
+from shardckpt.offline.tasks.task_inputs import TaskInput, describe_blocks, encode_inputs, open_input, read_inputs
 from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart, list_paths, share_parts
 from shardckpt.offline.tasks.work import Results, bind_arguments
-from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch, write_by
+from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch, write_by, write_payload
+from shardckpt.offline.write.stream import OutputFile
+from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, require_files, start_publication
 from shardckpt.storage.replaceable import FileKind
 from shardckpt.storage.resolve_url import local_path, open_place, split
@@ -41,13 +51,14 @@ class FileWork:
         """Return the verb's arguments by name. Raises UsageError."""
         return bind_arguments(self._call, positional, given)
 
-    def plan(self, new: TaskPlan, count: int, url: str) -> TaskPlan:  # noqa: ARG002  (results are next to the target)
+    def plan(self, new: TaskPlan, count: int, url: str) -> tuple[TaskPlan, Sequence[bytes]]:  # noqa: ARG002
         """Return the plan with the output files, shared among at most `count` tasks; 0 for a task a file."""
-        planned: list[TaskPlan] = []
+        planned: list[tuple[TaskPlan, Sequence[bytes]]] = []
 
         def plan_only(conversion: ConversionPlan, _watch: Stopwatch, _on_progress: OnProgress | None) -> Layout:
-            planned.append(_plan_conversion(conversion, new, count))
-            return conversion.plan_layout(planned[0].unique_suffix, planned[0].save_id)
+            made, layout = _plan_conversion(conversion, new, count)
+            planned.append(_with_inputs(made, conversion, layout))
+            return layout
 
         with write_by(plan_only):
             self._call(**new.arguments)
@@ -55,20 +66,19 @@ class FileWork:
 
     def run(self, plan: TaskPlan, parts: Sequence[WorkPart], on_progress: OnProgress | None) -> None:
         """Write some files, unless results say that they are there."""
+        if plan.inputs:
+            for found in read_inputs(plan, {part.name for part in parts}):
+                _require_same_files(plan, found)
+                reader, files = open_input(found, plan.parts)
+                write = partial(write_payload, reader, found.settings)
+                _write_parts(plan, parts, files, write, on_progress)
+            return
 
         def write_parts(conversion: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-            layout, results = _plan_again(plan, conversion), PartResults(plan)
-            files = {file.name: file for file in layout.payload}
-            publication = JoinedPublication(plan.staging)
-            try:
-                for part in parts:
-                    results.require_started()  # another process may have ended the plan
-                    hashes = conversion.write_payload([files[part.name]], publication, on_progress)
-                    version = read_version(plan.staging, part.name)
-                    results.write(part, {"version": version, "hashes": hashes[part.name].hex()})
-            except BaseException:
-                publication.rollback()
-                raise
+            layout, _ = _plan_again(plan, conversion)
+            names = {part.name for part in parts}
+            files = [file for file in layout.payload if file.name in names]
+            _write_parts(plan, parts, files, conversion.write_payload, on_progress)
             watch.end_phase("copy")
             return layout
 
@@ -87,7 +97,8 @@ class FileWork:
         """Write the small files, and publish everything."""
 
         def publish_parts(conversion: ConversionPlan, watch: Stopwatch, _on_progress: OnProgress | None) -> Layout:
-            layout = _plan_again(plan, conversion)
+            layout, versions = _plan_again(plan, conversion)
+            _require_same_inputs(plan, conversion, layout, versions)
             hashes: Hashes = {name: bytes.fromhex(result["hashes"]) for name, result in results.items()}
             require_files(plan.staging, plan.staging, [plan.parts])
             names = frozenset(plan.parts)
@@ -118,7 +129,31 @@ def _is_hex(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"(?:[0-9a-f]{2})*", value) is not None
 
 
-def _plan_conversion(conversion: ConversionPlan, new: TaskPlan, count: int) -> TaskPlan:
+_Write = Callable[[Sequence[OutputFile], Publication, "OnProgress | None"], Hashes]
+
+
+def _write_parts(
+    plan: TaskPlan,
+    parts: Sequence[WorkPart],
+    files: Sequence[OutputFile],
+    write: _Write,
+    on_progress: OnProgress | None,
+) -> None:
+    """Write files one after the other, and store the result of each."""
+    results, sizes = PartResults(plan), {part.name: part for part in parts}
+    publication = JoinedPublication(plan.staging)
+    try:
+        for file in files:
+            results.require_started()  # another process may have ended the plan
+            hashes = write([file], publication, on_progress)
+            version = read_version(plan.staging, file.name)
+            results.write(sizes[file.name], {"version": version, "hashes": hashes[file.name].hex()})
+    except BaseException:
+        publication.rollback()
+        raise
+
+
+def _plan_conversion(conversion: ConversionPlan, new: TaskPlan, count: int) -> tuple[TaskPlan, Layout]:
     publication = conversion.publish_with(start_publication)  # requires a target that may be written
     suffix = publication.unique_suffix
     publication.rollback()
@@ -128,33 +163,71 @@ def _plan_conversion(conversion: ConversionPlan, new: TaskPlan, count: int) -> T
         raise UsageError(
             "a plan needs a folder as its target on a store", found=target, fix="One file has one task: use no plan."
         )
-    files = conversion.plan_layout(suffix, save_id).payload
+    layout = conversion.plan_layout(suffix, save_id)
     parent, name = split(target)
     folder = f"{parent.rstrip('/')}/.{name}.tasks-{new.id}"
-    return replace(
+    made = replace(
         new,
         folder=folder,
         staging=f"{folder}/files" if is_local else target,
         unique_suffix=suffix,
         save_id=save_id,
-        sources=_digest_sources(conversion, new.arguments),
-        tasks=share_parts([WorkPart(file.name, file.nbytes) for file in files], count),
+        tasks=share_parts([WorkPart(file.name, file.nbytes) for file in layout.payload], count),
     )
+    return made, layout
 
 
-def _plan_again(plan: TaskPlan, conversion: ConversionPlan) -> Layout:
-    """Return the planned files. Raises UsageError if the source is not the one that was planned."""
-    layout = conversion.plan_layout(plan.unique_suffix, plan.save_id)
+def _with_inputs(made: TaskPlan, conversion: ConversionPlan, layout: Layout) -> tuple[TaskPlan, Sequence[bytes]]:
+    versions = _read_versions(conversion)
+    blocks = encode_inputs(made, conversion, layout, versions, _digest_others(made))
+    sources = _digest_sources(made, conversion, versions)
+    return replace(made, sources=sources, inputs=describe_blocks(blocks)), blocks
+
+
+def _plan_again(plan: TaskPlan, conversion: ConversionPlan) -> tuple[Layout, Mapping[str, str]]:
+    """Return the planned files, and the source's versions. Raises UsageError if the source has changed."""
+    layout, versions = conversion.plan_layout(plan.unique_suffix, plan.save_id), _read_versions(conversion)
     is_same = {file.name: file.nbytes for file in layout.payload} == plan.parts
-    if not is_same or _digest_sources(conversion, plan.arguments) != plan.sources:
+    if not is_same or _digest_sources(plan, conversion, versions) != plan.sources:
         raise changed_source_error(conversion.report.source)
-    return layout
+    return layout, versions
 
 
-def _digest_sources(conversion: ConversionPlan, arguments: Mapping[str, Any]) -> str:
-    others = {name: value for name, value in arguments.items() if name != "src"}  # its files are in the manifest
-    paths = list_paths(others)
-    if conversion.copied_from is not None:
-        paths.append(conversion.copied_from.url)
-    reader = conversion.reader
-    return digest_sources(reader.store.url, reader.manifest, sorted({*paths}))
+def _require_same_inputs(
+    plan: TaskPlan, conversion: ConversionPlan, layout: Layout, versions: Mapping[str, str]
+) -> None:
+    """Require that tasks wrote what the verb's own call writes."""
+    if not plan.inputs:
+        return
+    blocks = encode_inputs(plan, conversion, layout, versions, _digest_others(plan))
+    if describe_blocks(blocks) != plan.inputs:
+        raise FormatError(
+            "the plan's tasks did not write what this program plans",
+            where=plan.folder,
+            fix="Commit with the version of shardckpt that planned, or discard the plan and make a new one.",
+        )
+
+
+def _require_same_files(plan: TaskPlan, found: TaskInput) -> None:
+    """Require the source that was planned, as far as a task reads it."""
+    is_same = found.versions == read_versions(found.source, list(found.versions), lists=False)
+    if not is_same or _digest_others(plan) != found.others:
+        raise changed_source_error(found.source)
+
+
+def _read_versions(conversion: ConversionPlan) -> dict[str, str]:
+    return read_source_versions(conversion.reader.store.url, conversion.reader.manifest)
+
+
+def _list_others(plan: TaskPlan) -> list[str]:
+    """Return the paths that a plan reads, except the source's, whose files are in its manifest."""
+    return list_paths({name: value for name, value in plan.arguments.items() if name != "src"})
+
+
+def _digest_others(plan: TaskPlan) -> str:
+    return digest_paths(_list_others(plan))
+
+
+def _digest_sources(plan: TaskPlan, conversion: ConversionPlan, versions: Mapping[str, str]) -> str:
+    copied = [] if conversion.copied_from is None else [conversion.copied_from.url]
+    return digest_sources(versions, sorted({*_list_others(plan), *copied}))

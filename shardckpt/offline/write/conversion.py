@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from shardckpt.encodings.safetensors_check import create_checked
 from shardckpt.errors import UsageError
@@ -124,6 +124,31 @@ class PlannedFiles:
     warnings: tuple[str, ...] = ()
 
 
+class WriteSettings(NamedTuple):
+    """How payload files are written.
+
+    Attributes:
+        nbytes: Tensor data of the result, for the progress.
+        max_memory: Maximum memory in bytes, in addition to the started process.
+        jobs: Number of threads; None to choose.
+        allow_overflow: Whether a cast may make finite values infinite.
+        is_local: Whether the target is on a local disk.
+    """
+
+    nbytes: int
+    max_memory: int
+    jobs: int | None
+    allow_overflow: bool
+    is_local: bool
+
+    def count_threads(self, files: Sequence[OutputFile], *, is_local: bool) -> int:
+        """Return how many threads write some files from a store."""
+        if self.jobs is not None:
+            return limit_threads(self.jobs, self.max_memory - RESERVED_BYTES)
+        nbytes = sum(file.nbytes for file in files)
+        return count_threads(nbytes, self.max_memory, is_local=is_local and self.is_local)
+
+
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
     """A planned conversion; the source is complete, and nothing has been written."""
@@ -158,25 +183,17 @@ class ConversionPlan:
         layout.check_names(self.files.last if local_path(self.report.target) is None else "")
         return layout
 
+    @property
+    def settings(self) -> WriteSettings:
+        """How payload files are written."""
+        is_local = local_path(self.report.target) is not None
+        return WriteSettings(self.files.nbytes, self.max_memory, self.jobs, self.allow_overflow, is_local)
+
     def write_payload(
         self, files: Sequence[OutputFile], publication: Publication, on_progress: OnProgress | None
     ) -> Hashes:
         """Write payload files concurrently, and return their block hashes."""
-        threads = self._count_threads(files)
-        writers = max(min(threads, len(files)), 1)
-        meter = Meter(self.files.nbytes, on_progress) if writers > 1 or on_progress is not None else None
-        budget = MemoryBudget.share(self.max_memory, threads, is_local=self.reader.store.capabilities.is_local)
-        with report_missing_threads(), closing(WorkerPool(threads, writers)) as pool:
-            stream = TensorStream(self.reader, budget, meter, pool, allow_overflow=self.allow_overflow)
-            if writers == 1:
-                return {file.name: _write_file(file, stream, publication) for file in files}
-            return _write_files(files, writers, stream, publication)
-
-    def _count_threads(self, files: Sequence[OutputFile]) -> int:
-        if self.jobs is not None:
-            return limit_threads(self.jobs, self.max_memory - RESERVED_BYTES)
-        is_local = self.reader.store.capabilities.is_local and local_path(self.report.target) is not None
-        return count_threads(sum(file.nbytes for file in files), self.max_memory, is_local=is_local)
+        return write_payload(self.reader, self.settings, files, publication, on_progress)
 
     def finish(self, layout: Layout, hashes: Hashes, publication: Publication) -> None:
         """Write all files except the payload, with the last file at the end."""
@@ -186,6 +203,26 @@ class ConversionPlan:
                     with publication.create(name) as writer:
                         writer.copy_from(self.copied_from, name, 0, size)
         layout.write_rest(hashes, publication)
+
+
+def write_payload(
+    reader: Reader,
+    settings: WriteSettings,
+    files: Sequence[OutputFile],
+    publication: Publication,
+    on_progress: OnProgress | None,
+) -> Hashes:
+    """Write payload files concurrently from an open checkpoint, and return their block hashes."""
+    is_local = reader.store.capabilities.is_local
+    threads = settings.count_threads(files, is_local=is_local)
+    writers = max(min(threads, len(files)), 1)
+    meter = Meter(settings.nbytes, on_progress) if writers > 1 or on_progress is not None else None
+    budget = MemoryBudget.share(settings.max_memory, threads, is_local=is_local)
+    with report_missing_threads(), closing(WorkerPool(threads, writers)) as pool:
+        stream = TensorStream(reader, budget, meter, pool, allow_overflow=settings.allow_overflow)
+        if writers == 1:
+            return {file.name: _write_file(file, stream, publication) for file in files}
+        return _write_files(files, writers, stream, publication)
 
 
 def _write_files(files: Sequence[OutputFile], writers: int, stream: TensorStream, publication: Publication) -> Hashes:

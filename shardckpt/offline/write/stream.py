@@ -328,12 +328,32 @@ class OutputFile:
         nbytes: Size in bytes.
         count: How many tensors, or tensor parts, it has.
         encode: Writes its bytes.
+        plain: Its content as data; None if the format does more than write it.
     """
 
     name: str
     nbytes: int
     count: int
     encode: Encoder
+    plain: PlainContent | None = None
+
+
+class PlainContent(NamedTuple):
+    """The content of a file that is a header and then full tensors."""
+
+    header: bytes
+    tensors: tuple[OutputTensor, ...]
+
+    def encode(self, stream: TensorStream, writer: FileSink) -> bytes:
+        """Write the file; it has no block hashes. Raises StorageError."""
+        writer.write(self.header)
+        stream.write_tensors(self.tensors, writer)
+        return b""
+
+    def plan_file(self, name: str) -> OutputFile:
+        """Return the file that has this content."""
+        size = len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+        return OutputFile(name, size, len(self.tensors), self.encode, self)
 
 
 def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
