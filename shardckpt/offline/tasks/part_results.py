@@ -18,6 +18,7 @@ from shardckpt.storage.thread_pool import ThreadPool
 __all__ = ["PartResults"]
 
 _PLAN, _RESULTS, _MARK = "plan.json", "results", "commit"
+_DISCARDED = b'{"discarded": true}\n'  # in place of the plan
 _THREADS = 16  # requests at the same time; results are small
 _MAX_READS = 16  # results that are read without a list of all
 _MAX_RESULT_BYTES = 256 << 20
@@ -59,20 +60,36 @@ class PartResults:
         with self._store.create(_PLAN) as writer:
             writer.write(self._encoded)
 
-    def require_started(self) -> None:
-        """Require that the folder of this plan is here. Raises StorageError."""
-        try:
-            store = open_place(self._plan.folder)  # stores keep what they have read
-            found = read_bytes(store, _PLAN, 0, store.size(_PLAN))
-        except MissingFileError:
-            found = b""
-        if found != self._encoded:
+    def require_started(self, *, or_discarded: bool = False) -> None:
+        """Require that the folder of this plan is here, and that nobody discards the plan. Raises StorageError."""
+        found = self._read_plan()
+        if found != self._encoded and not (or_discarded and found == _DISCARDED):
             raise StorageError(
                 "the folder of this plan is not here",
                 where=self._url,
-                found=f"no {self._plan.folder}",
+                found=f"no {self._plan.folder}" if found != _DISCARDED else "a plan that was discarded",
                 fix="Give every machine the same storage. If the plan was committed or discarded, make a new one.",
             )
+
+    def is_started(self) -> bool:
+        """Return True unless the plan was committed or discarded. Raises StorageError."""
+        return self._read_plan() == self._encoded
+
+    def is_discarded(self) -> bool:
+        """Return True while the plan is being discarded. Raises StorageError."""
+        return self._read_plan() == _DISCARDED
+
+    def _read_plan(self) -> bytes:
+        try:
+            store = open_place(self._plan.folder)  # stores keep what they have read
+            return read_bytes(store, _PLAN, 0, store.size(_PLAN))
+        except MissingFileError:
+            return b""
+
+    def mark_discard(self) -> None:
+        """Store that the plan is discarded: from now on, a task removes what it has written. Raises StorageError."""
+        with self._store.create(_PLAN) as writer:
+            writer.write(_DISCARDED)
 
     def list_done(self) -> list[WorkPart]:
         """Return the parts that have results. Raises StorageError."""
@@ -103,6 +120,10 @@ class PartResults:
         """Store a part's result. Raises StorageError."""
         with self._store.create(self._names[part.name]) as writer:
             writer.write(json.dumps({"plan": self._plan.id, "result": result}).encode())
+
+    def delete(self, part: WorkPart) -> None:
+        """Remove a part's result. Raises StorageError."""
+        self._store.delete(self._names[part.name])
 
     def read_all(self, is_done: Callable[[WorkPart, Mapping[str, Any]], bool]) -> dict[str, Mapping[str, Any]]:
         """Return all results by the part's name.

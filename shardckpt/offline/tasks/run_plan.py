@@ -172,11 +172,11 @@ def run_task(
     return replace(status, done=tuple(part.name for part in rest), skipped=tuple(skipped))
 
 
-def _open(plan: PathText) -> tuple[TaskPlan, Work, PartResults]:
+def _open(plan: PathText, *, or_discarded: bool = False) -> tuple[TaskPlan, Work, PartResults]:
     """Return a plan, how its work is done, and what its tasks have done."""
     stored = read_plan(plan)
     work, results = _find_work(stored, as_url(plan)), PartResults(stored, as_url(plan))
-    results.require_started()
+    results.require_started(or_discarded=or_discarded)
     return stored, work, results
 
 
@@ -214,9 +214,10 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Com
 
 
 def discard_plan(plan: PathText) -> None:
-    """Remove the files that the tasks of a plan have written; the target stays as it is.
+    """Remove the files that the tasks of a plan have written; what was in the target before stays.
 
-    On a store without rename, files in the target stay too once a commit has published, or tried to.
+    On a store without rename, files in the target stay too once a commit has published, or tried to. A task that still
+    runs removes its file when it ends.
 
     Args:
         plan: Path or URL of the plan.
@@ -225,7 +226,8 @@ def discard_plan(plan: PathText) -> None:
         FormatError: The plan is damaged.
         StorageError: The storage failed, or the plan was committed.
     """
-    stored, work, results = _open(plan)
+    stored, work, results = _open(plan, or_discarded=True)
+    results.mark_discard()
     work.discard(stored)
     results.remove()
 

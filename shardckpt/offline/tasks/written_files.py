@@ -106,7 +106,9 @@ class FileWork:
             try:
                 publication.adopt(plan.staging, names)
                 conversion.finish(layout, hashes, publication)
-                PartResults(plan).mark_commit()
+                marks = PartResults(plan)
+                marks.mark_commit()
+                marks.require_started()  # not discarded: that keeps the files once it sees the mark
                 publication.commit()
             except BaseException:
                 publication.rollback()
@@ -143,22 +145,41 @@ def _write_parts(
     results, sizes = PartResults(plan), {part.name: part for part in parts}
     publication = JoinedPublication(plan.staging)
     try:
+        results.require_started()  # another process may have ended the plan
         for file in files:
-            results.require_started()  # another process may have ended the plan
             hashes = write([file], publication, on_progress)
             version = read_version(plan.staging, file.name)
             results.write(sizes[file.name], {"version": version, "hashes": hashes[file.name].hex()})
+            if not results.is_started():
+                _remove_late_file(plan, results, sizes[file.name])
+                results.require_started()
     except BaseException:
         publication.rollback()
         raise
 
 
+def _remove_late_file(plan: TaskPlan, results: PartResults, part: WorkPart) -> None:
+    """Remove what a task wrote after its plan ended, unless a commit may have published it."""
+    # A discard marks the plan before it deletes files. So either it finds the file, or the task sees the mark or no
+    # plan. Without a plan, a commit may have ended it, which leaves files that are not parts.
+    is_discarded = results.is_discarded()
+    if local_path(plan.staging) is None:
+        store = open_place(plan.staging)
+        if is_discarded or all(entry.name in plan.parts for entry in store.list()):
+            store.delete(part.name)
+    if is_discarded:
+        results.delete(part)
+    else:
+        results.remove()
+
+
 def _plan_conversion(conversion: ConversionPlan, new: TaskPlan, count: int) -> tuple[TaskPlan, Layout]:
     publication = conversion.publish_with(start_publication)  # requires a target that may be written
-    suffix = publication.unique_suffix
-    publication.rollback()
     target, save_id = conversion.report.target, conversion.files.save_id
     is_local = local_path(target) is not None
+    # On a store, a late task may end an upload at any time: its file must not have the name of another result's.
+    suffix = publication.unique_suffix or ("" if is_local else new.id)
+    publication.rollback()
     if isinstance(conversion.files.kind, FileKind) and not is_local:
         raise UsageError(
             "a plan needs a folder as its target on a store", found=target, fix="One file has one task: use no plan."

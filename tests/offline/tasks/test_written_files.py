@@ -173,7 +173,7 @@ def test_tasks_and_commit_killed_at_any_change_of_a_disk_can_be_repeated(overwri
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_tasks_and_commit_killed_at_any_request_of_a_store_can_be_repeated(overwrite, bucket, step, tmp_path):
     shardckpt.consolidate(step, tmp_path / "one", max_shard_size=2 * SMALL)
-    expected = sorted(read_files(tmp_path / "one").values())
+    expected = sorted(path.read_bytes() for path in (tmp_path / "one").glob("*.safetensors"))
     plan = tmp_path / "plan.json"
     for request in range(1, 200):
         Bucket.reset()
@@ -192,7 +192,8 @@ def test_tasks_and_commit_killed_at_any_request_of_a_store_can_be_repeated(overw
         assert shardckpt.diff(tmp_path / "one", f"{bucket}/many").same, f"request {request}"
         if not overwrite:
             stored = {n: d for n, d in Bucket.objects.items() if n.startswith("b/many/")}
-            assert sorted(stored.values()) == expected, f"request {request}"
+            assert {n for n in stored if not n.endswith(".safetensors")} == {"b/many/model.safetensors.index.json"}
+            assert sorted(d for n, d in stored.items() if n.endswith(".safetensors")) == expected, f"request {request}"
         if is_over:
             break
     assert request > 10
@@ -233,18 +234,91 @@ def test_the_newest_step_is_the_one_at_the_time_of_the_plan(tmp_path):
         assert opened["w"][:].tolist() == [1.0] * 3
 
 
-def test_a_commit_takes_no_file_that_another_plan_has_replaced(bucket, step, tmp_path):
-    """Plans for the same new folder of a store write files of the same names, here of the same sizes."""
+def test_two_plans_for_one_folder_of_a_store_have_files_of_their_own(bucket, step, tmp_path):
+    """A commit is refused while the target has files of another plan, here of the same sizes."""
     plans = {dtype: tmp_path / dtype for dtype in ("bf16", "fp16")}
     for dtype, plan in plans.items():
         shardckpt.plan_tasks(plan, "consolidate", step, f"{bucket}/many", max_shard_size=SMALL, dtype=dtype)
     for plan in plans.values():
         run_all(plan)
-    with pytest.raises(UsageError, match="tasks have not ended"):
-        shardckpt.commit_plan(plans["bf16"])
+    for plan in plans.values():
+        with pytest.raises(TargetExistsError, match="the target holds files"):
+            shardckpt.commit_plan(plan)
+    shardckpt.discard_plan(plans["bf16"])
     shardckpt.commit_plan(plans["fp16"])
     shardckpt.consolidate(step, tmp_path / "one", dtype="fp16")
     assert shardckpt.diff(tmp_path / "one", f"{bucket}/many").same
+
+
+@pytest.mark.parametrize("ending", ["discarded", "being discarded", "committed", "another published"])
+def test_a_task_that_ends_after_its_plan_leaves_what_was_published(ending, bucket, step, tmp_path, monkeypatch):
+    """A task that is very slow: meanwhile another process ran it again, and ended the plan."""
+    plan = tmp_path / "plan.json"
+    shardckpt.plan_tasks(plan, "consolidate", step, f"{bucket}/many")
+    write, stored = PartResults.write, read_plan(plan)
+
+    def end_first(results: PartResults, part: WorkPart, result: dict[str, str]) -> None:
+        monkeypatch.undo()
+        if ending == "committed":
+            shardckpt.run_task(plan, 0)
+            shardckpt.commit_plan(plan)
+        elif ending == "being discarded":
+            PartResults(stored).mark_discard()
+        else:
+            written = dict(Bucket.objects)
+            shardckpt.discard_plan(plan)
+            if ending == "another published":
+                shardckpt.consolidate(step, f"{bucket}/many", dtype="bf16")
+            Bucket.objects.update({name: data for name, data in written.items() if name.startswith("b/many/")})
+        write(results, part, result)
+
+    monkeypatch.setattr(PartResults, "write", end_first)
+    with pytest.raises(StorageError, match="the folder of this plan is not here"):
+        shardckpt.run_task(plan, 0)
+    if ending == "being discarded":
+        assert not [name for name in Bucket.objects if name.startswith("b/many/")]
+        shardckpt.discard_plan(plan)
+    if ending.endswith("discarded"):
+        assert not Bucket.objects
+    else:
+        shardckpt.consolidate(step, tmp_path / "one", dtype="bf16" if ending == "another published" else "")
+        assert shardckpt.diff(tmp_path / "one", f"{bucket}/many").same
+        assert not [name for name in Bucket.objects if "tasks-" in name]
+
+
+def test_a_commit_and_a_discard_at_once_lose_nothing(bucket, step, tmp_path, monkeypatch):
+    plan = tmp_path / "plan.json"
+    shardckpt.plan_tasks(plan, "consolidate", step, f"{bucket}/many")
+    run_all(plan)
+    mark = PartResults.mark_commit
+
+    def mark_late(results: PartResults) -> None:
+        monkeypatch.undo()
+        results.mark_discard()
+        mark(results)
+
+    monkeypatch.setattr(PartResults, "mark_commit", mark_late)
+    with pytest.raises(StorageError, match="a plan that was discarded"):
+        shardckpt.commit_plan(plan)
+    assert not [name for name in Bucket.objects if name.endswith("index.json")]
+
+
+def test_a_discard_that_is_killed_can_be_repeated(bucket, step, tmp_path):
+    plan = tmp_path / "plan.json"
+    for request in range(1, 100):
+        Bucket.reset()
+        plan.unlink(missing_ok=True)
+        shardckpt.plan_tasks(plan, "consolidate", step, f"{bucket}/many", max_shard_size=SMALL)
+        run_all(plan)
+        with broken_at(request, "killed"), suppress(Dead):
+            shardckpt.discard_plan(plan)
+        is_over = len(Bucket.requests) < request
+        with suppress(StorageError):  # it may have ended
+            shardckpt.discard_plan(plan)
+        assert not [name for name in Bucket.objects if name.startswith("b/many/")], f"request {request}"
+        if is_over:
+            break
+    assert request > 5
 
 
 def test_a_commit_takes_no_file_that_changed_after_its_task(step, tmp_path):
