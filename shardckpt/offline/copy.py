@@ -81,7 +81,10 @@ class Copied(Result):
 class CopiedFolder(NamedTuple):
     """A folder that was copied."""
 
-    name: str
+    name: str  # for the user
+    place: str  # name below the target; empty if it is the target
+    save: str  # id of the step's save; empty if it is not a step any more
+    files: tuple[str, ...]
 
 
 class _Transfer(NamedTuple):
@@ -178,6 +181,7 @@ def copy(
             group[0].shown,
             sum(transfer.folder.nbytes for transfer in group),
             partial(_copy_group, group, meter, overwrite=overwrite, dry_run=dry_run),
+            range(len(group) + 1),
         )
         for group in _group_by_references(transfers)
     )
@@ -346,7 +350,8 @@ def _copy_group(
     for transfer in missing if not dry_run else ():
         with _noticing_removal(transfer.folder):
             _copy_folder(transfer, meter, overwrite=overwrite)
-    return tuple(CopiedFolder(transfer.shown) for transfer in missing)
+    folders = ((transfer.shown, transfer.folder) for transfer in missing)
+    return tuple(CopiedFolder(shown, folder.name, folder.save, tuple(folder.sizes)) for shown, folder in folders)
 
 
 def _require_copied(transfers: Sequence[_Transfer]) -> None:

@@ -239,7 +239,7 @@ def _compare_sides(
         meter.add(first.tensors[name].nbytes)
         return (found,) if found else ()
 
-    parts = (ComputedPart(name, 2 * first.tensors[name].nbytes, partial(compare, name)) for name in shared)
+    parts = (ComputedPart(name, 2 * first.tensors[name].nbytes, partial(compare, name), range(2)) for name in shared)
     compared = dict(zip(shared, compute_parts(parts, TensorDifference), strict=True))
     for name in chosen:
         if (name in first.tensors) != (name in second.tensors) and (name in in_a.values) != (name in in_b.values):

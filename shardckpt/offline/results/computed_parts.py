@@ -14,12 +14,14 @@ class ComputedPart(NamedTuple):
     Attributes:
         name: Name of a file, tensor or step.
         nbytes: Bytes that are read for it, at most; 0 if unknown.
-        compute: Returns its records, usually one. They are dataclasses that `encodings.typed_json` takes.
+        compute: Returns its records, which `encodings.typed_json` takes.
+        counts: How many records there may be.
     """
 
     name: str
     nbytes: int
     compute: Callable[[], tuple[Any, ...]]
+    counts: range = range(1, 2)
 
 
 Compute: TypeAlias = "Callable[[Iterable[ComputedPart], type], Iterator[tuple[Any, ...]]]"

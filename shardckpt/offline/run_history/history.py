@@ -58,7 +58,7 @@ def history(
     chosen = ChosenTensors.parse(part, include, exclude)
     listed = list_complete(root)
     measure = partial(_measure_if_there, chosen)
-    parts = (ComputedPart(f"step {step.number}", 0, partial(measure, step)) for step in listed)
+    parts = (ComputedPart(f"step {step.number}", 0, partial(measure, step), range(2)) for step in listed)
     measured = [*zip(listed, compute_parts(parts, StepStats), strict=True)]
     warnings = tuple(str(_removed_error(step)) for step, stats in measured if not stats)
     found = History(root, tuple(each for _, stats in measured for each in stats), warnings)

@@ -29,7 +29,7 @@ MIN_MEMORY_BYTES = 24 * 2**20
 
 def parse_dtype(text: str) -> str:
     """Return torch's name of a float dtype for casts, or a quantized type; empty stays empty."""
-    name = SHORT_NAMES.get(text, text)
+    name = SHORT_NAMES.get(text, text) if isinstance(text, str) else repr(text)
     if name and name not in FLOATS and name not in QUANTIZED:
         known = sorted({*SHORT_NAMES, *FLOATS, *QUANTIZED})
         raise UsageError(f"--dtype {text!r} is not a float type to cast to", expected=", ".join(known))

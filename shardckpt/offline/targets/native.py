@@ -36,7 +36,7 @@ from shardckpt.native.payload import (
     plan_payloads,
 )
 from shardckpt.native.reader import NativeReader
-from shardckpt.native.records import ArrayRecord, make_record
+from shardckpt.native.records import ArrayRecord, make_record, require_hashes
 from shardckpt.native.run_directory import read_referred_files
 from shardckpt.offline.results.tensor_stats import find_piece_stats, merge_piece_stats
 from shardckpt.offline.select.group_settings import plain_value
@@ -211,6 +211,7 @@ class PlannedStep:
         """Return the model's index, the manifest and `COMMIT`."""
         parts = [build_partial([WrittenPayload(file, hashes[file.name]) for file in mine]) for mine in self.payloads]
         files, arrays = merge_partials(parts, [record.path for record in self.contents.arrays])
+        files = tuple(require_hashes(file, file.name) for file in files)  # of tasks, which stored them
         arrays = tuple(map(self._with_stats, arrays))
         made = dict(self.model_files)
         if self.model is not None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardckpt.encodings import typed_json
+from shardckpt.errors import FormatError
 from shardckpt.events.progress import OnProgress
 from shardckpt.offline.results.computed_parts import Compute, ComputedPart, compute_by
 from shardckpt.offline.tasks.part_results import PartResults, changed_source_error
@@ -21,6 +22,8 @@ from shardckpt.offline.tasks.work import Results, bind_arguments
 from shardckpt.storage.resolve_url import split
 
 __all__ = ["ComputedWork"]
+
+Undo = Callable[[Mapping[str, Any], Iterable[Any]], None]
 
 
 class _Ended(BaseException):
@@ -32,10 +35,12 @@ class ComputedWork:
 
     Args:
         call: The verb; takes its JSON arguments by name.
+        undo: Removes what the verb wrote, if it writes: takes its arguments and the records of some parts.
+        record: Class of these records.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[..., Any], undo: Undo | None = None, record: type = object) -> None:
+        self._call, self._undo, self._record = call, undo, record
 
     def bind(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the verb's arguments by name. Raises UsageError."""
@@ -65,7 +70,12 @@ class ComputedWork:
                 if name in left:
                     with compute_by(None):
                         values = part.compute()
-                    results.write(left.pop(name), {"values": [typed_json.encode(value) for value in values]})
+                    written = left.pop(name)
+                    results.write(written, {"values": [typed_json.encode(value) for value in values]})
+                    if self._undo is not None and not results.is_started():
+                        self._undo(plan.arguments, values)
+                        results.remove_late(written)
+                        results.require_started()
             raise _Ended
 
         self._run(compute_some, plan.arguments, on_progress)
@@ -81,16 +91,20 @@ class ComputedWork:
         _require_same_sources(plan)
 
         def take_stored(parts: Iterable[ComputedPart], record: type) -> Iterator[tuple[Any, ...]]:
-            for name, _ in _name_parts(parts):
+            for name, part in _name_parts(parts):
                 if name not in results:
                     raise changed_source_error(", ".join(list_paths(plan.arguments)))
-                stored = results[name].get("values")
-                yield tuple(typed_json.decode(record, value, where=name) for value in stored or ())
+                yield _decode_values(results[name], name, record, part.counts)
 
         return self._run(take_stored, plan.arguments, on_progress)
 
     def discard(self, plan: TaskPlan) -> None:
-        """Do nothing: tasks write into the plan's folder alone."""
+        """Undo what tasks wrote outside the plan's folder."""
+        if self._undo is None:
+            return
+        results = PartResults(plan)
+        for part in results.list_done():
+            self._undo(plan.arguments, _decode_values(results.read(part), part.name, self._record))
 
     def _run(self, compute: Compute, arguments: Mapping[str, Any], on_progress: OnProgress | None) -> Any:
         takes_progress = "on_progress" in inspect.signature(self._call).parameters
@@ -99,6 +113,17 @@ class ComputedWork:
                 return self._call(**arguments, **({"on_progress": on_progress} if takes_progress else {}))
         except _Ended:
             return None
+
+
+def _decode_values(result: Mapping[str, Any], name: str, record: type, counts: range | None = None) -> tuple[Any, ...]:
+    """Return a part's records. Raises FormatError for another number of them, or another form."""
+    stored = result.get("values") or ()
+    if counts is not None and len(stored) not in counts:
+        expected = f"{counts.start} to {counts.stop - 1} records"
+        raise FormatError(
+            "a result must have the records of its part", where=name, found=len(stored), expected=expected
+        )
+    return tuple(typed_json.decode(record, value, where=name) for value in stored)
 
 
 def _name_parts(parts: Iterable[ComputedPart]) -> Iterator[tuple[str, ComputedPart]]:

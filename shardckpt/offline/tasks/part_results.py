@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -113,17 +114,25 @@ class PartResults:
             content = json.loads(read_bytes(self._store, name, 0, min(size, _MAX_RESULT_BYTES)))
         except (MissingFileError, ValueError, RecursionError):  # a damaged result is made again
             return {}
-        is_own = isinstance(content, dict) and content.get("plan") == self._plan.id
-        return content["result"] if is_own and isinstance(content.get("result"), dict) else {}
+        if not isinstance(content, dict) or content.get("plan") != self._plan.id:
+            return {}
+        result = content.get("result")
+        return result if isinstance(result, dict) and content.get("digest") == _digest(name, result) else {}
 
     def write(self, part: WorkPart, result: Mapping[str, Any]) -> None:
         """Store a part's result. Raises StorageError."""
-        with self._store.create(self._names[part.name]) as writer:
-            writer.write(json.dumps({"plan": self._plan.id, "result": result}).encode())
+        name = self._names[part.name]
+        with self._store.create(name) as writer:
+            writer.write(
+                json.dumps({"plan": self._plan.id, "digest": _digest(name, result), "result": result}).encode()
+            )
 
-    def delete(self, part: WorkPart) -> None:
-        """Remove a part's result. Raises StorageError."""
-        self._store.delete(self._names[part.name])
+    def remove_late(self, part: WorkPart) -> None:
+        """Remove a result that was written after the plan ended. Raises StorageError."""
+        if self.is_discarded():  # the folder with the mark is the discard's
+            self._store.delete(self._names[part.name])
+        else:
+            self.remove()
 
     def read_all(self, is_done: Callable[[WorkPart, Mapping[str, Any]], bool]) -> dict[str, Mapping[str, Any]]:
         """Return all results by the part's name.
@@ -168,6 +177,11 @@ class PartResults:
         """Remove the folder of the plan. Raises StorageError."""
         parent, name = split(self._plan.folder)
         open_place(parent).delete_folder(name)
+
+
+def _digest(name: str, result: Mapping[str, Any]) -> str:
+    """Return a digest over a result, by which a damaged one is known."""
+    return hashlib.sha256(f"{name}\n{json.dumps(result, sort_keys=True)}".encode()).hexdigest()
 
 
 def _require_own_folders(plan: TaskPlan, url: str) -> None:

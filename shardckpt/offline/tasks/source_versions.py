@@ -12,7 +12,7 @@ from shardckpt.native.run_directory import is_step_name, step_number
 from shardckpt.readers.step_paths import StepRange, resolve_range
 from shardckpt.storage.replaceable import files_below
 from shardckpt.storage.resolve_url import kind, local_path, open_remote, open_store, split, split_step_suffix
-from shardckpt.storage.store import convert_os_errors
+from shardckpt.storage.store import check_name, convert_os_errors
 from shardckpt.storage.thread_pool import ThreadPool
 
 _THREADS = 16  # requests at the same time on a remote store
@@ -20,6 +20,7 @@ _THREADS = 16  # requests at the same time on a remote store
 
 def read_version(url: str, name: str) -> str:
     """Return a file's size and a text that changes when it is replaced. Raises MissingFileError or StorageError."""
+    check_name(name, url)
     path = local_path(url)
     if path is None:
         store = open_remote(url)

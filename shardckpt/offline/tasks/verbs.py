@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 
 from shardckpt.errors import UsageError
+from shardckpt.offline.copy import CopiedFolder
 from shardckpt.offline.tasks.computed_values import ComputedWork
+from shardckpt.offline.tasks.copied_folders import remove_copies
 from shardckpt.offline.tasks.work import Work
 from shardckpt.offline.tasks.written_files import FileWork
 
@@ -34,4 +36,6 @@ def find_work(verb: str) -> Work:
         known = ", ".join(sorted({*_WRITTEN, *_COMPUTED}))
         raise UsageError("a plan needs a verb that can be shared", found=repr(verb), expected=known)
     call = getattr(import_module(home), verb)
-    return FileWork(call) if verb in _WRITTEN else ComputedWork(call)
+    if verb in _WRITTEN:
+        return FileWork(call)
+    return ComputedWork(call, remove_copies, CopiedFolder) if verb == "copy" else ComputedWork(call)

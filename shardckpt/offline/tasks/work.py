@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args, get_type_hints
 
-from shardckpt.errors import UsageError
+from shardckpt.errors import UsageError, require_keywords
 from shardckpt.events.progress import OnProgress
 from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart
 
@@ -38,11 +38,21 @@ class Work(Protocol):
 
 
 def bind_arguments(function: Any, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name. Raises UsageError for another number of them."""
+    """Return a call's arguments by name. Raises UsageError for another number of them, or unknown names."""
     try:
         bound = inspect.signature(function).bind(*positional, **given)
+        require_keywords(function.__name__, given, _list_names(function))
     except TypeError as error:
         raise UsageError(
             "the call that is planned is not complete", where=function.__name__, found=str(error)
         ) from error
     return {**given, **{name: value for name, value in bound.arguments.items() if name not in ("options", "arguments")}}
+
+
+def _list_names(function: Any) -> set[str]:
+    """Return the names of a function's arguments, with the fields of `**options`."""
+    hints, names = get_type_hints(function), set()
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_open = parameter.kind is inspect.Parameter.VAR_KEYWORD
+        names |= {*get_args(hints[name])[0].__annotations__} if is_open else {name}
+    return names

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardckpt.errors import FormatError, MissingFileError, UsageError
 from shardckpt.events.progress import OnProgress
+from shardckpt.native.payload import BLOCK_BYTES, HASH_BYTES
 from shardckpt.offline.results.contents import Report
 from shardckpt.offline.tasks.part_results import PartResults, changed_source_error
 from shardckpt.offline.tasks.source_versions import (
@@ -90,7 +91,7 @@ class FileWork:
         with suppress(MissingFileError):
             version = read_version(plan.staging, part.name)
             is_same = version == result.get("version") and version.startswith(f"{part.nbytes} ")
-            return is_same and _is_hex(result.get("hashes"))
+            return is_same and _may_be_hashes(result.get("hashes"), part.nbytes)
         return False
 
     def commit(self, plan: TaskPlan, results: Results, on_progress: OnProgress | None) -> Report:
@@ -127,8 +128,10 @@ class FileWork:
                 store.delete(name)
 
 
-def _is_hex(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"(?:[0-9a-f]{2})*", value) is not None
+def _may_be_hashes(value: object, nbytes: int) -> bool:
+    """Return True for hexadecimal digits of the hashes of all blocks, or of none."""
+    is_text = isinstance(value, str) and re.fullmatch(r"(?:[0-9a-f]{2})*", value) is not None
+    return is_text and len(str(value)) in (0, 2 * HASH_BYTES * -(-nbytes // BLOCK_BYTES))
 
 
 _Write = Callable[[Sequence[OutputFile], Publication, "OnProgress | None"], Hashes]
@@ -162,15 +165,11 @@ def _remove_late_file(plan: TaskPlan, results: PartResults, part: WorkPart) -> N
     """Remove what a task wrote after its plan ended, unless a commit may have published it."""
     # A discard marks the plan before it deletes files. So either it finds the file, or the task sees the mark or no
     # plan. Without a plan, a commit may have ended it, which leaves files that are not parts.
-    is_discarded = results.is_discarded()
     if local_path(plan.staging) is None:
         store = open_place(plan.staging)
-        if is_discarded or all(entry.name in plan.parts for entry in store.list()):
+        if results.is_discarded() or all(entry.name in plan.parts for entry in store.list()):
             store.delete(part.name)
-    if is_discarded:
-        results.delete(part)
-    else:
-        results.remove()
+    results.remove_late(part)
 
 
 def _plan_conversion(conversion: ConversionPlan, new: TaskPlan, count: int) -> tuple[TaskPlan, Layout]:

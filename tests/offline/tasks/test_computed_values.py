@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.errors import FormatError, MissingFileError, TargetExistsError, UsageError
+from shardckpt.errors import FormatError, MissingFileError, StorageError, TargetExistsError, UsageError
 from shardckpt.native.run_directory import step_name
-from shardckpt.offline.tasks.task_plan import read_plan
+from shardckpt.offline.tasks.part_results import PartResults
+from shardckpt.offline.tasks.task_plan import WorkPart, read_plan
+from tests.kit.stores.bucket import Bucket
 
 
 def state(scale: float) -> dict[str, object]:
@@ -114,12 +116,20 @@ def test_values_of_another_form_are_refused(run, tmp_path):
     shardckpt.plan_tasks(tmp_path / "p", "stats", run / step_name(1), tasks=1)
     shardckpt.run_task(tmp_path / "p", 0)
     plan = read_plan(tmp_path / "p")
-    result = next((Path(plan.folder) / "results").iterdir())
-    for values in ([{"name": 3}], ["x"], [None]):
-        result.write_text(json.dumps({"plan": plan.id, "result": {"values": values}}))
+    results, result = PartResults(plan), min((Path(plan.folder) / "results").iterdir())
+    damaged = result.read_text().replace(".w", ".v")
+    for values in ([{"name": 3}], ["x"], [None], [], [{}, {}]):
+        for part in plan.tasks[0]:
+            results.write(part, {"values": values})
         with pytest.raises(FormatError):
             shardckpt.commit_plan(tmp_path / "p")
-    for text in ("", "[]", '{"plan": 1}', *(json.dumps({"plan": plan.id, "result": r}) for r in ([], {"x": 1}))):
+    for text in (
+        "",
+        "[]",
+        damaged,
+        '{"plan": 1}',
+        *(json.dumps({"plan": plan.id, "result": r}) for r in ([], {"x": 1})),
+    ):
         result.write_text(text)
         with pytest.raises(UsageError, match="1 of 1 tasks have not ended"):
             shardckpt.commit_plan(tmp_path / "p")
@@ -174,3 +184,54 @@ def test_a_copied_step_that_was_removed_before_the_commit_is_an_error(run, tmp_p
     shutil.rmtree(tmp_path / "copy" / step_name(1))
     with pytest.raises(MissingFileError, match="a copied step was removed meanwhile"):
         shardckpt.commit_plan(tmp_path / "p")
+
+
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_a_discard_removes_the_steps_that_tasks_copied_and_no_other(where, bucket, run, tmp_path):
+    copied = f"{bucket}/copy" if where == "store" else str(tmp_path / "copy")
+    shardckpt.copy(f"{run}@2..2", copied)
+    before = (read_files(tmp_path), dict(Bucket.objects))
+    shardckpt.plan_tasks(tmp_path / "p", "copy", run, copied)
+    shardckpt.run_task(tmp_path / "p", share="1/1")
+    assert [step.number for step in shardckpt.ls(copied).complete] == [1, 2]
+    shardckpt.discard_plan(tmp_path / "p")
+    (tmp_path / "p").unlink()
+    assert (read_files(tmp_path), dict(Bucket.objects)) == before
+
+
+def test_a_discard_keeps_a_step_that_another_save_wrote_since(run, tmp_path):
+    copied = tmp_path / "copy"
+    shardckpt.plan_tasks(tmp_path / "p", "copy", run, copied)
+    shardckpt.run_task(tmp_path / "p", share="1/1")
+    shardckpt.save(state(3.0), copied / step_name(1), overwrite=True)
+    shardckpt.discard_plan(tmp_path / "p")
+    assert [step.number for step in shardckpt.ls(copied).complete] == [1]
+    assert shardckpt.verify(copied / step_name(1)).ok
+
+
+def test_a_discard_keeps_files_that_a_later_step_refers_to(tmp_path):
+    for name in ("run", "copy"):
+        (tmp_path / name).mkdir()
+    shardckpt.save({"big": torch.ones(3_000_000)}, tmp_path / "run" / step_name(1))
+    shardckpt.plan_tasks(tmp_path / "p", "copy", tmp_path / "run", tmp_path / "copy")
+    shardckpt.run_task(tmp_path / "p", 0)
+    ck = shardckpt.Checkpointer(tmp_path / "copy", dedup=True)
+    ck.save(2, {"big": torch.ones(3_000_000)})
+    shardckpt.discard_plan(tmp_path / "p")
+    assert [step.number for step in shardckpt.ls(tmp_path / "copy").complete] == [2]
+    assert shardckpt.verify(tmp_path / "copy" / step_name(2)).ok
+
+
+def test_a_copy_that_ends_after_its_plan_was_discarded_is_removed(run, tmp_path, monkeypatch):
+    shardckpt.plan_tasks(tmp_path / "p", "copy", run, tmp_path / "copy")
+    write = PartResults.write
+
+    def write_late(results: PartResults, part: WorkPart, result: dict[str, object]) -> None:
+        monkeypatch.undo()
+        shardckpt.discard_plan(tmp_path / "p")
+        write(results, part, result)
+
+    monkeypatch.setattr(PartResults, "write", write_late)
+    with pytest.raises(StorageError, match="the folder of this plan is not here"):
+        shardckpt.run_task(tmp_path / "p", 0)
+    assert list(read_files(tmp_path)) == ["p"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.errors import StorageError, TargetExistsError, UsageError
+from shardckpt.errors import FormatError, StorageError, TargetExistsError, UsageError
 from shardckpt.offline.tasks.part_results import PartResults
 from shardckpt.offline.tasks.task_plan import WorkPart, read_plan
 from tests.kit.ranks.forks import is_killed
@@ -346,6 +347,34 @@ def test_a_result_of_another_form_is_made_again(hashes, step, tmp_path):
         shardckpt.commit_plan(plan)
     assert shardckpt.run_task(plan, 0).done == (part.name,)
     shardckpt.commit_plan(plan)
+
+
+def test_a_result_with_other_hashes_is_made_again(step, tmp_path):
+    plan = tmp_path / "plan.json"
+    shardckpt.plan_tasks(plan, "reshard", step, tmp_path / "many", world_size=2)
+    run_all(plan)
+    result = min((Path(read_plan(plan).folder) / "results").iterdir())
+    content = json.loads(result.read_bytes())
+    digits = content["result"]["hashes"]
+    content["result"]["hashes"] = digits[::-1]
+    result.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="results from 0"):
+        shardckpt.commit_plan(plan)
+    run_all(plan)
+    shardckpt.commit_plan(plan)
+    assert shardckpt.verify(tmp_path / "many").ok
+
+
+def test_a_step_is_not_published_without_the_hashes_of_its_files(step, tmp_path):
+    plan = tmp_path / "plan.json"
+    shardckpt.plan_tasks(plan, "reshard", step, tmp_path / "many", world_size=2)
+    run_all(plan)
+    stored = read_plan(plan)
+    results, (part,) = PartResults(stored), stored.tasks[0]
+    results.write(part, {"version": results.read(part)["version"], "hashes": ""})
+    with pytest.raises(FormatError, match="hashes that do not fit"):
+        shardckpt.commit_plan(plan)
+    assert not (tmp_path / "many").exists()
 
 
 def test_a_commit_overtaken_by_another_says_so(step, tmp_path, monkeypatch):
