@@ -26,6 +26,7 @@ SCHEMA_VERSION = 1  # for all commands' JSON; every change raises it, except an 
 _WIDEST = 96
 _MAX_PLACES = 12
 _MAX_DRAWN = 1000  # maximum rows in a table that rich draws, at 0.25 ms each
+_BAR_WIDTH = 40  # characters
 
 
 class IncompleteStep(Protocol):
@@ -104,6 +105,18 @@ def _draw_table(rows: Sequence[Sequence[str]], header: Sequence[str], right: fro
         drawn.add_row(*row)
     # names may contain [bold] or :smile:, which would be replaced
     Console(markup=False, emoji=False, highlight=False).print(drawn)
+
+
+def draw_bar(done: int, total: int) -> None:
+    """Draw a bar with what is done, on a terminal."""
+    if not total or not _can_draw(sys.stdout):
+        return
+    from rich.console import Console
+    from rich.progress_bar import ProgressBar
+
+    console = Console()
+    console.print(ProgressBar(total=total, completed=done, width=_BAR_WIDTH))
+    console.print()  # a bar has no end of line
 
 
 def _can_draw(stream: TextIO) -> bool:

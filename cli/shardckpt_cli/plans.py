@@ -69,6 +69,8 @@ def task(
 
 def _show_status(plan: str, status: PlanStatus) -> None:
     ended = status.task_count - len(status.missing)
+    has_sizes = status.nbytes > 0  # steps of a run have none
+    output.draw_bar(status.done_bytes if has_sizes else ended, status.nbytes if has_sizes else status.task_count)
     print(
         f"{plan}: {ended} of {output.count(status.task_count, 'task')} ended,"
         f" {output.size(status.done_bytes)} of {output.size(status.nbytes)}"

@@ -68,6 +68,27 @@ class TestPipes:
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENVIRONMENT)
 
 
+class TestStatus:
+    """`shardckpt task --status` draws a bar on a terminal alone."""
+
+    @pytest.mark.parametrize("verb", ["consolidate", "verify"])
+    def test_of_a_plan(self, verb: str, tmp_path: Path) -> None:
+        run_of_steps, plan = tmp_path / "run", tmp_path / "plan.json"
+        for number in (1, 2):
+            shardckpt.save({"w": torch.ones(100), "v": torch.ones(100)}, run_of_steps / f"step-{number:08d}")
+        if verb == "verify":  # its parts, steps, have no sizes
+            shardckpt.plan_tasks(plan, verb, f"{run_of_steps}@1..2")
+        else:
+            shardckpt.plan_tasks(plan, verb, run_of_steps / "step-00000001", tmp_path / "out", max_shard_size=400)
+        shardckpt.run_task(plan, 0)
+        words = ("task", str(plan), "--status")
+        _, shown = run_on_terminal(*words)
+        bar, text, left = SEQUENCE.sub("", shown).splitlines()
+        assert {*bar.strip()} <= {*"━╸╺"} and len(bar.strip()) == 40
+        assert "1 of 2 tasks ended" in text and left == "left: 1"
+        assert run_here(*words).out.startswith(f"{plan}: 1 of 2 tasks ended")
+
+
 class TestTerminal:
     @pytest.mark.parametrize("args", [("inspect", "SRC"), ("diff", "SRC", "OTHER")])
     def test_a_long_name_is_folded_within_its_column(self, args: tuple[str, ...], src: Path, tmp_path: Path) -> None:

@@ -18,8 +18,12 @@ from shardckpt.storage.thread_pool import ThreadPool
 _THREADS = 16  # requests at the same time on a remote store
 
 
-def read_version(url: str, name: str) -> str:
-    """Return a file's size and a text that changes when it is replaced. Raises MissingFileError or StorageError."""
+def read_version(url: str, name: str, *, of_source: bool = False) -> str:
+    """Return a file's size and a text that changes when it is replaced. Raises MissingFileError or StorageError.
+
+    `of_source` adds when its metadata changed, which no program sets: files may be replaced with their times. A commit
+    links what tasks wrote, which changes this time.
+    """
     check_name(name, url)
     path = local_path(url)
     if path is None:
@@ -28,15 +32,16 @@ def read_version(url: str, name: str) -> str:
     where = os.path.join(path, name)
     with convert_os_errors("cannot look at it", where):
         status = os.stat(where)
-    return f"{status.st_size} {status.st_mtime_ns}"
+    times = (status.st_mtime_ns, status.st_ctime_ns) if of_source else (status.st_mtime_ns,)
+    return " ".join(map(str, (status.st_size, *times)))
 
 
 def read_versions(url: str, names: Collection[str], *, lists: bool = True) -> dict[str, str]:
-    """Return the version of each file in a folder. Raises MissingFileError or StorageError.
+    """Return the version of each file of a source in a folder. Raises MissingFileError or StorageError.
 
     `lists` lists the folder first: one request for many files, where the client keeps what it listed.
     """
-    read = partial(read_version, url)
+    read = partial(read_version, url, of_source=True)
     if local_path(url) is not None or len(names) < 2:
         return {name: read(name) for name in names}
     for folder in {name.rpartition("/")[0] for name in names} if lists else ():
@@ -68,7 +73,7 @@ def digest_paths(paths: Iterable[str]) -> str:
             path, what = chosen.path, "folder"
         if what == "file":
             parent, name = split(path)
-            rows[path] = read_version(parent, name)
+            rows[path] = read_version(parent, name, of_source=True)
         elif what == "folder":
             store = open_store(path)
             names = [name for name in files_below(store.list, "", path) if _is_chosen(name, chosen)]

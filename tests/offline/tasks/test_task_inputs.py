@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -186,3 +188,15 @@ def test_a_file_that_another_task_reads_may_change_before_this_one(plan, sources
         with pytest.raises(UsageError, match=r"changed since the plan was made|have not ended"):
             act()
     assert not (tmp_path / "many").exists()
+
+
+def test_a_source_replaced_with_its_size_and_time_is_refused(sources, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(sources / "hf", source)
+    shardckpt.plan_tasks(tmp_path / "p", "consolidate", source, tmp_path / "many", **OPTIONS)
+    for file in source.glob("*.safetensors"):
+        status = file.stat()
+        file.write_bytes(bytes(reversed(file.read_bytes())))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(UsageError, match="changed since the plan was made"):
+        shardckpt.run_task(tmp_path / "p", 0)
