@@ -107,7 +107,7 @@ def test_an_event_is_json() -> None:
     assert json.loads(json.dumps(made)) == {
         **{"operation": "save", "store": "file", "gb_per_second": 0.5, "path": "runs/a", "seconds": 2.0, "step": None},
         **{"rank": 0, "nbytes": 10**9, "phases": {"write": 1.0}, "retries": 0, "warnings": []},
-        **{"error": "OSError: full", "is_background": False},
+        **{"error": "OSError: full", "is_background": False, "has_left": False},
     }
 
 

@@ -127,7 +127,7 @@ class TestAFunction:
         for _ in range(3):
             notices.ask()
             seen.append(notices.describe())
-        assert seen == [RankNotice(True, None, 1), RankNotice(True, None, 1), RankNotice(True, 20.0, 1)]
+        assert seen == [on_this_machine(True, None, 1), on_this_machine(True, None, 1), on_this_machine(True, 20.0, 1)]
 
     def test_it_is_asked_outside_the_main_thread_too_without_a_signal(self, clock):
         before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
@@ -140,7 +140,7 @@ class TestAFunction:
 
         with ThreadPoolExecutor(1) as pool:
             notice, handler = pool.submit(wait_in_thread).result(30)
-        assert notice == RankNotice(True, 30.0, 1) and handler is before[signal.SIGUSR1]
+        assert notice == on_this_machine(True, 30.0, 1) and handler is before[signal.SIGUSR1]
 
     def test_seconds_need_the_main_thread_because_they_count_from_a_signal(self):
         def watch() -> None:
