@@ -38,13 +38,8 @@ if TYPE_CHECKING:
     from shardckpt.offline.stats import stats
     from shardckpt.offline.streams.compact_versions import compact_versions
     from shardckpt.offline.targets.target_registry import list_targets
-    from shardckpt.offline.tasks.run_plan import (
-        commit_plan,
-        discard_plan,
-        plan_tasks,
-        read_plan_status,
-        run_task,
-    )
+    from shardckpt.offline.tasks.commit_plan import commit_plan, discard_plan
+    from shardckpt.offline.tasks.run_plan import plan_tasks, read_plan_status, run_task
     from shardckpt.offline.verify import verify
     from shardckpt.open_checkpoint import open
     from shardckpt.readers.registry import formats
@@ -90,7 +85,8 @@ _HOMES = {
     "shardckpt.offline.select.options": ("Options",),
     "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.targets.target_registry": ("list_targets",),
-    "shardckpt.offline.tasks.run_plan": ("commit_plan", "discard_plan", "plan_tasks", "read_plan_status", "run_task"),
+    "shardckpt.offline.tasks.commit_plan": ("commit_plan", "discard_plan"),
+    "shardckpt.offline.tasks.run_plan": ("plan_tasks", "read_plan_status", "run_task"),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.open_checkpoint": ("open",),
     "shardckpt.readers.registry": ("formats",),

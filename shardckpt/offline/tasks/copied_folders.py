@@ -12,7 +12,7 @@ from shardckpt.offline.copy import CopiedFolder
 from shardckpt.storage.resolve_url import open_place, split
 from shardckpt.storage.store import Store, check_name
 
-__all__ = ["remove_copies"]
+__all__ = ["CopiedFolder", "remove_copies"]
 
 
 def remove_copies(arguments: Mapping[str, Any], copied: Iterable[CopiedFolder]) -> None:

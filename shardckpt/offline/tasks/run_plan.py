@@ -1,4 +1,4 @@
-"""Make a plan, run its tasks anywhere, and commit them."""
+"""Make a plan, and run its tasks anywhere."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from shardckpt.errors import FormatError, TargetExistsError, UsageError
 from shardckpt.events.progress import OnProgress
 from shardckpt.native.run_directory import read_run
 from shardckpt.notebook import Result
-from shardckpt.offline.copy import Copied
-from shardckpt.offline.results.comparison import Comparison
-from shardckpt.offline.results.contents import Report, Verification
-from shardckpt.offline.results.tensor_stats import History, Statistics
 from shardckpt.offline.tasks.part_results import PartResults, find_missing_tasks, format_numbers
 from shardckpt.offline.tasks.task_plan import TaskPlan, encode_arguments, list_paths, parse_share, read_plan
 from shardckpt.offline.tasks.verbs import find_work
@@ -24,10 +19,9 @@ from shardckpt.offline.tasks.work import Work
 from shardckpt.readers.step_paths import resolve_range
 from shardckpt.storage.resolve_url import as_url, kind, open_place, open_store, split, split_step_suffix
 
-__all__ = ["PlanStatus", "commit_plan", "discard_plan", "plan_tasks", "read_plan_status", "run_task"]
+__all__ = ["PathText", "PlanStatus", "open_plan", "plan_tasks", "read_plan_status", "run_task"]
 
 PathText = str | os.PathLike[str]
-CommittedResult = Report | Copied | Verification | Statistics | Comparison | History
 _STEPS = ("src", "a", "b", "base", "adapter")  # arguments that may name a step such as `RUN@latest`
 _RUNS = {"copy": ("src",), "history": ("root",)}  # arguments that may be a run
 _NOT_STORED = ("on_progress", "dry_run", "parallel")
@@ -161,7 +155,7 @@ def run_task(
     """
     if (number is None) == (not share):
         raise UsageError("a task is chosen by its number or by a share", found="both" if share else "none")
-    stored, work, results = _open(plan)
+    stored, work, results = open_plan(plan)
     numbers = parse_share(share, len(stored.tasks)) if number is None else [number]
     parts = [part for each in numbers for part in stored.get_task(each)]
     skipped = {part.name for part in results.choose_done(parts) if work.is_done(stored, part, results.read(part))}
@@ -172,7 +166,7 @@ def run_task(
     return replace(status, done=tuple(part.name for part in rest), skipped=tuple(skipped))
 
 
-def _open(plan: PathText, *, or_discarded: bool = False) -> tuple[TaskPlan, Work, PartResults]:
+def open_plan(plan: PathText, *, or_discarded: bool = False) -> tuple[TaskPlan, Work, PartResults]:
     """Return a plan, how its work is done, and what its tasks have done."""
     stored = read_plan(plan)
     work, results = _find_work(stored, as_url(plan)), PartResults(stored, as_url(plan))
@@ -190,48 +184,6 @@ def _find_work(stored: TaskPlan, url: str) -> Work:
     return work
 
 
-def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> CommittedResult:
-    """Publish the result of a plan once all of its tasks have ended.
-
-    Args:
-        plan: Path or URL of the plan.
-        on_progress: As for the planned function.
-
-    Returns:
-        Result of the planned function.
-
-    Raises:
-        UsageError: Tasks have not ended (the message has their numbers), or the source has changed. Nothing is written.
-        TargetExistsError: Another process wrote the target meanwhile.
-        FormatError: The plan is damaged.
-        StorageError: The storage failed, or the plan was committed.
-    """
-    stored, work, results = _open(plan)
-    found = results.read_all(partial(work.is_done, stored))
-    result: CommittedResult = work.commit(stored, found, on_progress)
-    results.remove()
-    return result
-
-
-def discard_plan(plan: PathText) -> None:
-    """Remove the files that the tasks of a plan have written; what was in the target before stays.
-
-    On a store without rename, files in the target stay too once a commit has published, or tried to. A task that still
-    runs removes its file when it ends.
-
-    Args:
-        plan: Path or URL of the plan.
-
-    Raises:
-        FormatError: The plan is damaged.
-        StorageError: The storage failed, or the plan was committed.
-    """
-    stored, work, results = _open(plan, or_discarded=True)
-    results.mark_discard()
-    work.discard(stored)
-    results.remove()
-
-
 def read_plan_status(plan: PathText) -> PlanStatus:
     """Return how far the tasks of a plan are, from its storage alone.
 
@@ -245,7 +197,7 @@ def read_plan_status(plan: PathText) -> PlanStatus:
         FormatError: The plan is damaged.
         StorageError: The storage failed, or the plan was committed.
     """
-    stored, _, results = _open(plan)
+    stored, _, results = open_plan(plan)
     return _describe(stored, [part.name for part in results.list_done()])
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from shardckpt.errors import UsageError
-from shardckpt.offline.copy import CopiedFolder
 from shardckpt.offline.tasks.computed_values import ComputedWork
-from shardckpt.offline.tasks.copied_folders import remove_copies
 from shardckpt.offline.tasks.work import Work
 from shardckpt.offline.tasks.written_files import FileWork
 
@@ -38,4 +36,7 @@ def find_work(verb: str) -> Work:
     call = getattr(import_module(home), verb)
     if verb in _WRITTEN:
         return FileWork(call)
-    return ComputedWork(call, remove_copies, CopiedFolder) if verb == "copy" else ComputedWork(call)
+    if verb != "copy":
+        return ComputedWork(call)
+    copies = import_module("shardckpt.offline.tasks.copied_folders")
+    return ComputedWork(call, copies.remove_copies, copies.CopiedFolder)

@@ -10,13 +10,13 @@ import base64
 import binascii
 import hashlib
 import json
+import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Annotated
-
-import numpy as np
 
 from shardckpt.encodings.budget import require_small
 from shardckpt.encodings.safetensors import parse_json
@@ -124,24 +124,24 @@ def _to_base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _unpack(dtype: str, value: object) -> RankValues:
+def _unpack(code: str, value: object) -> RankValues:
     data = _from_base64(value)
-    if len(data) % np.dtype(dtype).itemsize:
+    if len(data) % struct.calcsize(f"<{code}"):
         raise FormatError("packed numbers end early", found=f"{len(data)} bytes")
-    return tuple(np.frombuffer(data, dtype).tolist())
+    return tuple(number for (number,) in struct.iter_unpack(f"<{code}", data))
 
 
-def _pack(dtype: str, values: RankValues) -> str:
-    return _to_base64(np.array(values, dtype).tobytes())
+def _pack(code: str, values: RankValues) -> str:
+    return _to_base64(struct.pack(f"<{len(values)}{code}", *values))
 
 
-def _pack_column(dtype: str, values: RankValues) -> str:
-    return _pack(dtype, values[:1] if len(set(values)) == 1 else values)
+def _pack_column(code: str, values: RankValues) -> str:
+    return _pack(code, values[:1] if len(set(values)) == 1 else values)
 
 
-Packed = Annotated[RankValues, JsonForm(partial(_unpack, "<u4"), partial(_pack, "<u4"))]
-Column = Annotated[RankValues, JsonForm(partial(_unpack, "<u4"), partial(_pack_column, "<u4"))]
-WideColumn = Annotated[RankValues, JsonForm(partial(_unpack, "<u8"), partial(_pack_column, "<u8"))]
+Packed = Annotated[RankValues, JsonForm(partial(_unpack, "I"), partial(_pack, "I"))]
+Column = Annotated[RankValues, JsonForm(partial(_unpack, "I"), partial(_pack_column, "I"))]
+WideColumn = Annotated[RankValues, JsonForm(partial(_unpack, "Q"), partial(_pack_column, "Q"))]
 Row = tuple[str, Part, str]
 
 
@@ -277,7 +277,7 @@ class _Expander:
             return BatchDigests(ordered, multisets, counts)
         if len(flat) != sum(counts):
             raise self._error("samples do not fit their counts", len(flat))
-        ends = np.cumsum(counts).tolist()
+        ends = accumulate(counts)
         samples = tuple(flat[end - n : end] for n, end in zip(counts, ends, strict=True))
         return BatchDigests(ordered, multisets, counts, samples)
 
