@@ -18,20 +18,26 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.write_plan import LocalTensor
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 
-MAX_SENT_BYTES = 16 << 20  # of one rank's tensors; with more, the save needs the rank until its commit
+# With more tensors in `PerRank`, the save needs ranks that leave until its commit.
+MAX_SENT_BYTES = 16 << 20  # of one rank
+MAX_TAKEN_BYTES = 256 << 20  # of all ranks
 
 
-def collect_own_tensors(flattened: FlattenedState) -> dict[Path, str]:
-    """Return the tensors that this rank saves for itself (`PerRank`) as text; empty if they are large."""
+def collect_own_tensors(flattened: FlattenedState, leaving: int) -> dict[Path, str]:
+    """Return the tensors that this rank saves for itself (`PerRank`) as text, without those that are too large."""
     roots = flattened.per_rank_values
     own = {
         path: array.shards[0].tensor
         for path, array in flattened.arrays.items()
         if any(path[:length] in roots for length in range(len(path))) and _is_full(array)
     }
-    if sum(tensor.nbytes for tensor in own.values()) > MAX_SENT_BYTES:
-        return {}
-    return {path: base64.b64encode(b"".join(tensor_bytes(tensor))).decode() for path, tensor in own.items()}
+    left, sent = min(MAX_SENT_BYTES, MAX_TAKEN_BYTES // leaving), {}
+    for path, tensor in sorted(own.items(), key=lambda item: item[1].nbytes):
+        left -= tensor.nbytes
+        if left < 0:  # the plan names this one
+            break
+        sent[path] = base64.b64encode(b"".join(tensor_bytes(tensor))).decode()
+    return sent
 
 
 def _is_full(array: TensorShards) -> bool:

@@ -46,12 +46,17 @@ def add_parts(report: RankReport, flattened: FlattenedState) -> RankReport:
     return replace(report, values=digest_tree([rest, sorted(map(repr, parts))]), parts=parts)
 
 
-def merge_parts(flattened: FlattenedState, reports: Sequence[RankReport]) -> MergedState:
-    """Merge the ranks' parts into rank 0's state, which has the same paths of parts."""
+def merge_parts(
+    flattened: FlattenedState, reports: Sequence[RankReport], in_order: Sequence[RankReport]
+) -> MergedState:
+    """Merge the ranks' parts into rank 0's state, which has the same paths of parts.
+
+    `in_order` has the reports in the order in which the stages follow each other.
+    """
     tree, slots, ties = flattened.tree, dict(flattened.slots), dict(flattened.ties)
     is_like_own = True
     for path in flattened.parts:
-        parts = [report.parts[path].decode() for report in reports]
+        parts = [report.parts[path].decode() for report in in_order]
         root = (*path, "state")
         if root in slots:
             groups = _merge_groups([part["param_groups"] for part in parts], path)

@@ -118,7 +118,13 @@ class SaveSchedule:
         if self.needs_all_ranks or not self.has_deadline:
             return ()
         staying = find_staying([RankNotice(*each) for each in notices])
-        return staying if staying and given[staying[0]] == given[0] else ()
+        if staying and given[staying[0]] != given[0]:
+            warn_user(
+                f"rank 0 leaves, and gives other metrics, custom_metadata or model_files than rank {staying[0]}:"
+                " the save needs all ranks until its commit"
+            )
+            return ()
+        return staying
 
     def hand_over(self, staying: Sequence[int]) -> PlannedNotice | None:
         """Return what the rank that reports the save needs, if rank 0 leaves. On rank 0."""

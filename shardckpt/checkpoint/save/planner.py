@@ -308,8 +308,8 @@ class SavePlanner:
         """Return this rank's report, with its local plan unless a cached one fits."""
         report = replace(build_report(flattened), path=self._options.path)
         report = add_parts(report, flattened) if self._has_parts else replace(report, values=digest_values(flattened))
-        if self._coordinator.rank >= len(self._options.hooks.staying) > 0:
-            report = replace(report, sent=collect_own_tensors(flattened))
+        if self._coordinator.rank >= (staying := len(self._options.hooks.staying)) > 0:
+            report = replace(report, sent=collect_own_tensors(flattened, self._coordinator.size - staying))
         if self._known is None:
             return replace(report, local_plan=local_plan.encode())
         return replace(report, cached=self._known.save)
@@ -344,7 +344,7 @@ class SavePlanner:
             return [_LOCAL_PLANS_NEEDED] * len(messages)
         stages: Sequence[int] = ()
         if self._has_parts:
-            merged = merge_parts(flattened, reports)
+            merged = merge_parts(flattened, reports, given)
             is_shared = require_comparable(local_plans, merged, checksums=self._options.checksums)
             flattened, stages = merged.flattened, merged.stages
             self._can_trace = merged.is_like_own and not is_shared

@@ -201,6 +201,7 @@ def stay_alive(
     (event,) = (each for each in seen if isinstance(each, SaveEvent))
     reported = [(each.step, each.committed) for each in seen if isinstance(each, PreemptionEvent)]
     ck.save(3, state)
+    dist.barrier()  # rank 0 removes old steps after the commit
     return event.has_left, event.warnings, event.nbytes > 0, reported, ck.steps()
 
 
@@ -210,6 +211,35 @@ def test_a_rank_that_leaves_writes_nothing_and_its_event_says_so(tmp_path):
     assert first == (True, (text,), False, [], (3,))
     text = "rank 0 may leave before the commit, which needs only rank 1"
     assert second == (False, (text,), True, [(2, ("root",))], (3,))
+
+
+def build_stages(rank: int, world: int) -> dict[str, Any]:
+    """Return one of two pipeline stages, of which each second rank has a replica."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({str(rank % 2): nn.Linear(6, 6)})
+    optim = torch.optim.AdamW(model.parameters())
+    model[str(rank % 2)](torch.ones(2, 6)).sum().backward()
+    optim.step()
+    return {"model": model, "optim": optim}
+
+
+def save_stages(rank: int, world: int, root: Path) -> None:
+    enter("abcd"[rank])
+    ck, state = Checkpointer(root, deadline=60), build_stages(rank, world)
+    ck.save(1, state)
+    with ck.save_on_signal():
+        if rank in (0, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        ck.save(2, state)
+    ck.wait()
+
+
+def test_stages_keep_their_order_if_the_first_rank_leaves(tmp_path):
+    run(4, save_stages, tmp_path)
+    first, second = (shardckpt.load(tmp_path / f"step-0000000{step}") for step in (1, 2))
+    assert [*second["model"]] == [*first["model"]]
+    groups = second["optim"]["param_groups"]
+    assert groups == first["optim"]["param_groups"] and groups[0]["params"][0] == "0.weight"
 
 
 def read_notes(step: Path) -> dict[str, str]:

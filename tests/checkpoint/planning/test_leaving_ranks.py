@@ -77,7 +77,7 @@ def flatten(rank: int, held: object) -> FlattenedState:
 def test_rank_0_writes_what_a_leaving_rank_alone_keeps(value):
     states = [flatten(rank, {"value": value, "text": "x"}) for rank in range(2)]
     plans = [create_local_plan(state) for state in states]
-    sent = collect_own_tensors(states[1])
+    sent = collect_own_tensors(states[1], 1)
     assert [*sent] == [("own", 1, "value")], "values that are equal on all ranks are not sent"
     taken = take_tensors(states[0], plans, [{}, sent])
     plan = plan_for_staying(taken, 1)
@@ -89,8 +89,11 @@ def test_rank_0_writes_what_a_leaving_rank_alone_keeps(value):
 
 
 def test_large_tensors_are_not_sent(monkeypatch):
-    state = flatten(1, torch.ones(100))
-    monkeypatch.setattr(leaving_ranks, "MAX_SENT_BYTES", 399)
-    assert collect_own_tensors(state) == {}
-    monkeypatch.setattr(leaving_ranks, "MAX_SENT_BYTES", 400)
-    assert [*collect_own_tensors(state)] == [("own", 1)]
+    state = flatten(1, {"large": torch.ones(100), "small": torch.ones(2)})
+    small, large = ("own", 1, "small"), ("own", 1, "large")
+    monkeypatch.setattr(leaving_ranks, "MAX_SENT_BYTES", 407)
+    assert [*collect_own_tensors(state, 1)] == [small]
+    monkeypatch.setattr(leaving_ranks, "MAX_SENT_BYTES", 408)
+    assert [*collect_own_tensors(state, 1)] == [small, large]
+    monkeypatch.setattr(leaving_ranks, "MAX_TAKEN_BYTES", 800)
+    assert [*collect_own_tensors(state, 2)] == [small], "many ranks share what one rank takes"

@@ -33,6 +33,7 @@ def test_a_run_may_need_all_ranks_in_any_case():
     assert made.find_staying([LEAVES, STAYS], [[], []]) == ()
 
 
-@pytest.mark.parametrize(("notices", "staying"), [([LEAVES, STAYS], ()), ([STAYS, LEAVES], (0,))])
-def test_what_only_rank_0_gives_is_kept(notices, staying):
-    assert schedule().find_staying(notices, [["loss"], []]) == staying
+def test_what_only_a_leaving_rank_0_gives_needs_all_ranks_with_a_warning():
+    with pytest.warns(UserWarning, match="rank 0 leaves, and gives other metrics.* than rank 1: the save needs all"):
+        assert schedule().find_staying([LEAVES, STAYS], [["loss"], []]) == ()
+    assert schedule().find_staying([STAYS, LEAVES], [["loss"], []]) == (0,)
