@@ -31,7 +31,7 @@ TARGETS = [name for name in target_registry.BUILT_IN if name not in ("gguf", "vl
 RESHARD_TARGETS = [target.name for target in target_registry.load_targets() if target.plan_ranks]
 START, END = "<!-- tables: tests/readers/test_format_table.py -->\n", "<!-- end of tables -->\n"
 CHECKSUMS = {"crc32": "CRC-32", "xxh3-64": "XXH3-64", "xxh3-128": "XXH3-128 or Adler-32"} | {
-    f"digest of elements of {n} bytes": "SHA-256, digests of tensors" for n in (1, 2, 4, 8)
+    "digest of a tensor": "SHA-256, digests of tensors"
 }
 NO = "no"
 VERBS = ("inspect", "diff", "verify", "consolidate, convert", "rekey", "reshard", "load(state, path)", "written by")

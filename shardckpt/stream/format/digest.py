@@ -1,12 +1,14 @@
 """Digests of tensors that add up: the digests of any parts sum to the digest of the full tensor.
 
-An element of 1, 2 or 4 bytes is one word. One of 8 bytes is mixed, so that each bit changes both its words of 32 bits.
-Word `i` of the full tensor, in row-major order, adds `K[i % 65536] * M[i // 65536] * f(word)` to a lane, modulo 2**64.
-K and M are odd pseudo-random numbers; `f` is `word + 1` in the first lane, and its square in the second one. This is
-the multilinear hash of Carter and Wegman, as in Lemire and Kaser, "Strongly universal string hashing is fast" (2014).
-Words have at most 32 bits: with 64, no key would change what the highest bit adds, and two changed signs would cancel.
+A tensor is read as words of 8 bytes, in row-major order: as little-endian numbers in the first lane, as big-endian ones
+in the second. Word `i` adds `K[i % 65536] * M[i // 65536] * word` to a lane, modulo 2**64. K and M are odd
+pseudo-random numbers. This is the multilinear hash of Carter and Wegman, as in Lemire and Kaser, "Strongly universal
+string hashing is fast" (2014). An element is a part of a word, so that its bytes add their share.
 
-A right XOR of a wrong old word adds something else, in one lane at least: decision 85 proves it.
+One lane alone would be weak: a key has little effect on the highest bits of a word. Those are low in the other lane, so
+that other bytes have the same digest with a probability of 2**-44 at most: decision 85 proves it.
+
+Bytes `a` to `b` also add `C(b) - C(a)` to the first lane; C is pseudo-random. So zeros that are missing show as well.
 
 A digest finds damage and mistakes. It does not protect from an attacker.
 """
@@ -14,7 +16,7 @@ A digest finds damage and mistakes. It does not protect from an attacker.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +30,7 @@ from shardckpt.errors import FormatError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Words = NDArray[np.unsignedinteger[Any]]
+    Elements = NDArray[np.unsignedinteger[Any]]
     Lane = NDArray[np.uint64]
 
 __all__ = ["ZERO", "Digest", "combine_digests", "digest_box", "digest_changes"]
@@ -37,11 +39,14 @@ __all__ = ["ZERO", "Digest", "combine_digests", "digest_box", "digest_changes"]
 _KEYS = 1 << 16
 _KEY_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # digits of pi
 _BLOCK_SEEDS = (0xA4093822299F31D0, 0x082EFA98EC4E6C89)
+_BORDER_SEED = 0x452821E638D01377
 
 _MASK = (1 << 64) - 1
-_CHUNK = 1 << 16  # words at a time: their buffers stay in the cache
+_WORD = 8
+_PART = 1 << 20  # elements at a time: all memory is linear in it
+_CHANGES = 1 << 15  # elements with keys of their own at a time: their buffers stay in the cache
 _FEW = 1 << 11  # with fewer words in a block's rows, a gather is faster than a call for each
-_COPIED = 1 << 18  # elements that are copied at a time
+_SHORT = 16  # words of a row, in the same way
 
 
 class Digest(NamedTuple):
@@ -82,7 +87,7 @@ ZERO = Digest(0, 0)
 """The digest of nothing."""
 
 
-def digest_box(values: Words, shape: Shape, box: Box) -> Digest:
+def digest_box(values: Elements, shape: Shape, box: Box) -> Digest:
     """Return the digest of one box, as a part of its tensor.
 
     Args:
@@ -93,23 +98,16 @@ def digest_box(values: Words, shape: Shape, box: Box) -> Digest:
     """
     if values.size != box.volume:
         raise ValueError(f"values must have {box.volume} elements as the box {box}, got {values.size}")
-    if not values.flags.c_contiguous or (values.itemsize == 8 and values.size > _COPIED):  # mixing copies too
-        return _digest_copies(values.reshape(box.size), shape, box)
-    words, per_element = _as_words(values.reshape(-1))
-    base, counts, steps = _merge_dimensions(shape, box, per_element)
-    *outer, rows, length = counts
-    if not words.size:
-        return ZERO
-    if min(rows, max(_KEYS // steps[-2], 1)) * length < min(_FEW, words.size):
-        return _digest_scattered(words, base, counts, steps)
     total = ZERO
-    starts = _spread(base, outer, steps[:-2])
-    for start, block in zip(starts, words.reshape(-1, rows, length), strict=True):
-        total += _digest_rows(block, int(start), steps[-2])
+    values = values.reshape(box.size)
+    for part in contiguous_blocks(full_box(box.size), _PART):
+        taken = values[tuple(slice(a, b) for a, b in zip(part.offset, part.stop, strict=True))]
+        offset = tuple(map(sum, zip(box.offset, part.offset, strict=True)))
+        total += _digest_part(np.ascontiguousarray(taken).reshape(-1), shape, Box(offset, part.size))
     return total
 
 
-def digest_changes(shape: Shape, itemsize: int, positions: NDArray[Any], old: Words, new: Words) -> Digest:
+def digest_changes(shape: Shape, itemsize: int, positions: NDArray[Any], old: Elements, new: Elements) -> Digest:
     """Return what changed elements add to the digest of their tensor.
 
     Args:
@@ -121,18 +119,17 @@ def digest_changes(shape: Shape, itemsize: int, positions: NDArray[Any], old: Wo
     """
     if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < prod(shape):
         raise ValueError(f"positions must be in a tensor of shape {shape}, got {positions.min()} to {positions.max()}")
-    n = max(itemsize // 4, 1)
-    before, after = (_as_words(np.ascontiguousarray(each).reshape(-1))[0] for each in (old, new))
+    n = max(itemsize // _WORD, 1)
+    before, after = (np.ascontiguousarray(each).reshape(-1) for each in (old, new))
     if not len(before) == len(after) == n * len(positions):
         raise ValueError(f"values must have {len(positions)} elements of {itemsize} bytes, got {old.size}, {new.size}")
     total = ZERO
-    for start in range(0, len(before), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        at = positions[start // n : (start + _CHUNK) // n].astype(np.uint64)
+    for start in range(0, len(positions), _CHANGES):
+        at = positions[start : start + _CHANGES].astype(np.uint64)
         if n > 1:
             at = (at[:, None] * np.uint64(n) + np.arange(n, dtype=np.uint64)).reshape(-1)
-        raised = zip(_raise_words(after[part]), _raise_words(before[part]), strict=True)
-        total += _sum_scattered([each - other for each, other in raised], at)
+        part = slice(start * n, start * n + len(at))
+        total += _sum_elements(at, after[part], before[part])
     return total
 
 
@@ -146,47 +143,53 @@ def combine_digests(digests: Mapping[str, Digest]) -> Digest:
     return total
 
 
-def _digest_copies(values: Words, shape: Shape, box: Box) -> Digest:
-    """Digest some elements at a time: a copy of all would take too much memory."""
-    total = ZERO
-    for part in contiguous_blocks(full_box(box.size), _COPIED):
-        copied = np.ascontiguousarray(values[tuple(slice(a, b) for a, b in zip(part.offset, part.stop, strict=True))])
-        offset = tuple(map(sum, zip(box.offset, part.offset, strict=True)))
-        total += digest_box(copied.reshape(-1), shape, Box(offset, part.size))
+def _digest_part(values: Elements, shape: Shape, box: Box) -> Digest:
+    """Digest a box of flat elements."""
+    if not values.size:
+        return ZERO
+    base, counts, steps = _merge_dimensions(shape, box)
+    *outer, length = counts
+    starts = _spread(base, outer, steps[:-1])
+    n = _WORD // values.itemsize
+    rows = values.reshape(-1, length)
+    total = _sum_borders(starts * np.uint64(values.itemsize), length * values.itemsize)
+    if any(step % n for step in steps[:-1]):  # each row starts in another place of its word
+        return total + _sum_rows(rows, starts)
+    head = min(-base % n, length)
+    tail = head + (length - head) // n * n
+    for first, last in ((0, head), (tail, length)):
+        total += _sum_rows(rows[:, first:last], starts + np.uint64(first))
+    words = rows[:, head:tail].view(np.uint64)
+    if not words.size:
+        return total
+    first_words, step = (starts + np.uint64(head)) // np.uint64(n), steps[-2] // n
+    is_short = outer[-1] > 1 and words.shape[1] < _SHORT
+    if is_short or min(outer[-1], max(_KEYS // step, 1)) * words.shape[1] < min(_FEW, words.size):
+        return total + _sum_rows(words, first_words)
+    for start, block in zip(first_words[:: outer[-1]], words.reshape(-1, outer[-1], words.shape[1]), strict=True):
+        total += _sum_words(block, int(start), step)
     return total
 
 
-def _as_words(values: Words) -> tuple[Words, int]:
-    """Return flat elements as words, and the number of words in an element."""
-    return (_mix(values).view("<u4"), 2) if values.itemsize == 8 else (values, 1)
+def _sum_borders(starts: Lane, nbytes: int) -> Digest:
+    """Return what runs of bytes add, whatever they are."""
+    starts = starts + np.uint64(_BORDER_SEED)
+    return Digest(int((_mix(starts + np.uint64(nbytes)) - _mix(starts)).sum()), 0)
 
 
-def _raise_words(words: Words) -> tuple[Lane, Lane]:
-    """Return what words contribute to each lane, before keys."""
-    first = words.astype(np.uint64)
-    first += np.uint64(1)
-    second = first.copy()
-    _square(second)
-    return first, second
-
-
-def _square(words: Lane) -> None:
-    words *= words
-
-
-def _merge_dimensions(shape: Shape, box: Box, per_element: int) -> tuple[int, list[int], list[int]]:
-    """Return a box in words: its first word, then number and distance along at least two dimensions."""
+def _merge_dimensions(shape: Shape, box: Box) -> tuple[int, list[int], list[int]]:
+    """Return a box's first element, then number and distance along at least two dimensions."""
     step_of = strides(shape)
-    base = per_element * sum(o * s for o, s in zip(box.offset, step_of, strict=True))
-    counts, steps = [per_element], [1]
+    base = sum(o * s for o, s in zip(box.offset, step_of, strict=True))
+    counts, steps = [1], [1]
     for size, step in zip(reversed(box.size), reversed(step_of), strict=True):
-        if per_element * step == counts[0] * steps[0]:
+        if step == counts[0] * steps[0]:
             counts[0] *= size
         elif size != 1:
             counts.insert(0, size)
-            steps.insert(0, per_element * step)
+            steps.insert(0, step)
     if len(counts) == 1:
-        return base, [1, *counts], [counts[0], *steps]
+        return base, [1, *counts], [_WORD, *steps]
     return base, counts, steps
 
 
@@ -198,23 +201,19 @@ def _spread(base: int, counts: list[int], steps: list[int]) -> Lane:
     return at
 
 
-def _digest_rows(rows: Words, start: int, step: int) -> Digest:
+def _sum_words(rows: Lane, start: int, step: int) -> Digest:
     """Digest rows of consecutive words; the first row starts at word `start`, the next `step` words later."""
     low = high = 0
-    wide, product = np.empty((2, min(_CHUNK, rows.size)), np.uint64)
+    buffer = np.empty(min(_KEYS, rows.size), np.uint64)
     for first, at, last, stop in _split_rows(rows.shape, start, step):
         part = rows[first:last, at:stop]
         block, key = divmod(start + first * step + at, _KEYS)
-        values, scaled = wide[: part.size].reshape(part.shape), product[: part.size].reshape(part.shape)
-        values[...] = part
-        values += np.uint64(1)
+        swapped = buffer[: part.size].reshape(part.shape)
+        swapped[...] = part.view(">u8")
         sums = []
-        for lane in (0, 1):
-            if lane:
-                _square(values)
-            keys = np.ndarray(part.shape, np.uint64, _get_keys(lane).data, 8 * key, (8 * step, 8))
-            np.multiply(values, keys, out=scaled)
-            sums.append(int(scaled.sum()) * _get_block_key(lane, block))
+        for lane, words in enumerate((part, swapped)):
+            keys = np.ndarray(part.shape, np.uint64, _get_keys(lane).data, _WORD * key, (_WORD * step, _WORD))
+            sums.append(int(np.einsum("ij,ij->", words, keys)) * _get_block_key(lane, block))
         low, high = low + sums[0], high + sums[1]
     return Digest(low & _MASK, high & _MASK)
 
@@ -239,31 +238,38 @@ def _split_rows(shape: tuple[int, ...], start: int, step: int) -> Iterator[tuple
         row += 1
 
 
-def _digest_scattered(words: Words, base: int, counts: list[int], steps: list[int]) -> Digest:
-    """Digest a box with many short rows."""
-    total = ZERO
-    inner = strides(tuple(counts))
-    for start in range(0, len(words), _CHUNK):
-        part = words[start : start + _CHUNK]
-        rest = np.arange(start, start + len(part), dtype=np.uint64)
-        at = np.full(len(part), base, np.uint64)
-        for count, step in zip(inner, steps, strict=True):
-            index = rest // np.uint64(count)
-            rest -= index * np.uint64(count)
-            at += index * np.uint64(step)
-        total += _sum_scattered(_raise_words(part), at)
+def _sum_rows(rows: Elements, starts: Lane) -> Digest:
+    """Digest many short rows of elements; each starts at another element."""
+    total, length = ZERO, rows.shape[1]
+    several = max(_CHANGES // max(length, 1), 1)
+    for first in range(0, len(rows) if length else 0, several):
+        part = slice(first, first + several)
+        at = np.add.outer(starts[part], np.arange(length, dtype=np.uint64)).reshape(-1)
+        total += _sum_elements(at, np.ascontiguousarray(rows[part]).reshape(-1), None)
     return total
 
 
-def _sum_scattered(factors: Sequence[Lane], at: Lane) -> Digest:
-    """Return for each lane the sum of its factors times the keys of the words `at`."""
-    blocks, keys = at >> np.uint64(16), (at & np.uint64(_KEYS - 1)).astype(np.int64)
-    starts = np.flatnonzero(np.diff(blocks, prepend=~blocks[:1]))  # of words that are in one block
+def _sum_elements(at: Lane, new: Elements, old: Elements | None) -> Digest:
+    """Return what elements add at these positions; with old ones, what their change adds."""
+    if not len(at):
+        return ZERO
+    bits, n = 8 * new.itemsize, _WORD // new.itemsize
+    words = at >> np.uint64(n.bit_length() - 1)
+    blocks, keys = words >> np.uint64(16), (words & np.uint64(_KEYS - 1)).view(np.int64)
+    starts = np.append(0, np.flatnonzero(blocks[1:] != blocks[:-1]) + 1)  # of words that are in one block
     blocks = blocks[starts]
+    shifts = (at & np.uint64(n - 1)) * np.uint64(bits)
     sums = []
-    for lane, factor in enumerate(factors):
-        parts = np.add.reduceat(factor * _get_keys(lane)[keys], starts)
-        parts *= _make_keys(blocks, _BLOCK_SEEDS[lane])
+    for lane in (0, 1):
+        if lane:  # the last element of a word is the lowest one, and so is its last byte
+            shifts = np.uint64(8 * _WORD - bits) - shifts
+            new, old = new.byteswap(), None if old is None else old.byteswap()
+        numbers = new.astype(np.uint64)
+        if old is not None:
+            numbers -= old
+        numbers <<= shifts
+        numbers *= np.take(_get_keys(lane), keys)
+        parts = np.add.reduceat(numbers, starts) * _make_keys(blocks, _BLOCK_SEEDS[lane])
         sums.append(int(parts.sum()))
     return Digest(*sums)
 

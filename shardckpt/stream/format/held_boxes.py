@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from shardckpt.boxes import Box, Shape, intersect
 from shardckpt.dtypes import nbytes
 from shardckpt.storage.store import Store
+from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.stream.format.codec import BoxChange, decode_change, map_change, shift_positions
 from shardckpt.stream.format.delta_file import LocatedChange, read_changes
-from shardckpt.stream.format.digest import Digest, digest_box, digest_changes
+from shardckpt.stream.format.digest import ZERO, Digest, digest_box, digest_changes
 from shardckpt.stream.format.stream_records import StreamTensor
+from shardckpt.torchrun import has_second_core
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["HeldBox", "NewElements", "PartChange", "collect_changes", "digest_change", "place_boxes", "write_elements"]
+__all__ = [
+    "HeldBox",
+    "NewElements",
+    "PartChange",
+    "collect_changes",
+    "digest_change",
+    "map_boxes",
+    "place_boxes",
+    "sum_digests",
+    "write_elements",
+]
+
+_T = TypeVar("_T")
 
 _ALIGNMENT = 64
+_MIN_SHARED = 4  # boxes
 
 
 class HeldBox(NamedTuple):
@@ -41,6 +56,10 @@ class HeldBox(NamedTuple):
         """Return its elements in a buffer, flat, as unsigned integers."""
         width = self.nbytes // self.box.volume if self.box.volume else 1
         return buffer[self.start : self.start + self.nbytes].view(np.dtype(f"u{width}"))
+
+    def digest(self, buffer: NDArray[np.uint8]) -> Digest:
+        """Return what its elements in a buffer add to the digest of their tensor."""
+        return digest_box(self.view(buffer), self.shape, self.box)
 
 
 class PartChange(NamedTuple):
@@ -64,6 +83,22 @@ def place_boxes(boxes: Iterable[tuple[str, Shape, str, Box]]) -> tuple[HeldBox, 
         placed.append(HeldBox(name, shape, dtype, box, at))
         at += -(-placed[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(placed)
+
+
+def map_boxes(work: Callable[[HeldBox], _T], boxes: Sequence[HeldBox]) -> list[_T]:
+    """Return the results for boxes, in order; a second core takes a part of them."""
+    if len(boxes) < _MIN_SHARED or not has_second_core():
+        return [work(box) for box in boxes]
+    with ThreadPool(2, thread_name_prefix="shardckpt-boxes") as pool:
+        return list(pool.map(work, boxes))
+
+
+def sum_digests(boxes: Sequence[HeldBox], work: Callable[[HeldBox], Digest]) -> dict[str, Digest]:
+    """Return the digests of boxes, added up by tensor."""
+    digests: dict[str, Digest] = {}
+    for box, digest in zip(boxes, map_boxes(work, boxes), strict=True):
+        digests[box.name] = digests.get(box.name, ZERO) + digest
+    return digests
 
 
 def digest_change(held: HeldBox, change: BoxChange, old: NDArray[Any]) -> tuple[Digest, NewElements]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -12,19 +12,14 @@ from shardckpt.boxes import contiguous_blocks
 from shardckpt.errors import NoMemoryError, PrecisionError
 from shardckpt.native.payload import PayloadChunk
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
-from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.stream.format.codec import encode_change, find_changes
 from shardckpt.stream.format.delta_file import EncodedChange
-from shardckpt.stream.format.digest import ZERO, Digest, digest_box
-from shardckpt.stream.format.held_boxes import HeldBox, digest_change, place_boxes
+from shardckpt.stream.format.digest import ZERO, Digest
+from shardckpt.stream.format.held_boxes import HeldBox, digest_change, map_boxes, place_boxes, sum_digests
 from shardckpt.stream.format.stream_records import StreamTensor
-from shardckpt.torchrun import has_second_core
 
 __all__ = ["FoundChanges", "Snapshot", "WirePlan", "plan_wire", "require_range"]
 
-_T = TypeVar("_T")
-
-_MIN_SHARED = 4  # boxes
 _MAX_ELEMENTS = 1 << 22  # in a change: a receiver that needs a part of it reads all of it
 
 
@@ -82,19 +77,15 @@ class Snapshot:
 
     def digest_all(self) -> dict[str, Digest]:
         """Return this rank's part of the candidate's digests, by tensor."""
-        digests: dict[str, Digest] = {}
         bits = self._candidate.numpy()
-        parts = _map_boxes(lambda box: digest_box(box.view(bits), box.shape, box.box), self.plan.boxes)
-        for box, part in zip(self.plan.boxes, parts, strict=True):
-            digests[box.name] = digests.get(box.name, ZERO) + part
-        return digests
+        return sum_digests(self.plan.boxes, lambda box: box.digest(bits))
 
     def find_changes(self) -> FoundChanges:
         """Compare the candidate with the published version."""
         encoded: list[EncodedChange] = []
         digests: dict[str, Digest] = {}
         changed = 0
-        for box, found in zip(self.plan.boxes, _map_boxes(self._compare, self.plan.boxes), strict=True):
+        for box, found in zip(self.plan.boxes, map_boxes(self._compare, self.plan.boxes), strict=True):
             if found is None:
                 continue
             data, digest, count = found
@@ -129,14 +120,6 @@ class Snapshot:
             name: TensorShards(tuple(shape), getattr(torch, dtype), tuple(shards.get(name, ())))
             for name, (dtype, shape) in self._tensors.items()
         }
-
-
-def _map_boxes(work: Callable[[HeldBox], _T], boxes: Sequence[HeldBox]) -> list[_T]:
-    """Return the results for boxes, in order; a second core takes a part of them."""
-    if len(boxes) < _MIN_SHARED or not has_second_core():
-        return [work(box) for box in boxes]
-    with ThreadPool(2, thread_name_prefix="shardckpt-compare") as pool:
-        return list(pool.map(work, boxes))
 
 
 def require_range(name: str, view: torch.Tensor, dtype: torch.dtype) -> None:

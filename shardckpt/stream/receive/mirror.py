@@ -7,7 +7,7 @@ import hashlib
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,8 @@ from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import CheckpointError, NoMemoryError, UsageError
 from shardckpt.native.records import FileName
 from shardckpt.storage.store import convert_os_errors
-from shardckpt.stream.format.digest import ZERO, Digest, digest_box
-from shardckpt.stream.format.held_boxes import HeldBox, NewElements, write_elements
+from shardckpt.stream.format.digest import Digest
+from shardckpt.stream.format.held_boxes import HeldBox, NewElements, sum_digests, write_elements
 from shardckpt.stream.format.stream_records import Hex32, Version
 
 __all__ = ["Mirror"]
@@ -93,12 +93,9 @@ class Mirror:
             with suppress(OSError):
                 os.unlink(path)
 
-    def digest_all(self, buffer: NDArray[np.uint8]) -> dict[str, Digest]:
-        """Return this worker's part of each tensor's digest in a buffer."""
-        digests: dict[str, Digest] = {}
-        for box in self.boxes:
-            digests[box.name] = digests.get(box.name, ZERO) + digest_box(box.view(buffer), box.shape, box.box)
-        return digests
+    def digest_held(self, names: Collection[str]) -> dict[str, Digest]:
+        """Return this worker's part of the digests of tensors, as the buffer has them now."""
+        return sum_digests([box for box in self.boxes if box.name in names], lambda box: box.digest(self._buffer))
 
     def replace(self, buffer: NDArray[np.uint8], version: Version, digests: Mapping[str, Digest]) -> None:
         """Hold another version in another buffer."""
@@ -164,7 +161,7 @@ class Mirror:
             buffer = np.memmap(weights, np.uint8, "r+", shape=(max(self._nbytes, 1),))[: self._nbytes]
         except (OSError, ValueError, CheckpointError):
             return None
-        digests = self.digest_all(buffer)
+        digests = sum_digests(self.boxes, lambda box: box.digest(buffer))
         if {name: digest.hex() for name, digest in digests.items()} != dict(record.digests):
             return None
         self._buffer, self.version, self.digests, self._file = buffer, record.version, digests, record.file

@@ -18,8 +18,15 @@ from shardckpt.stream.format.anchor import open_anchor, read_anchor
 from shardckpt.stream.format.chain import Chain
 from shardckpt.stream.format.codec import BoxChange, apply_part, compose_changes, shift_positions
 from shardckpt.stream.format.delta_file import read_index
-from shardckpt.stream.format.digest import Digest
-from shardckpt.stream.format.held_boxes import HeldBox, NewElements, PartChange, collect_changes, digest_change
+from shardckpt.stream.format.digest import ZERO, Digest
+from shardckpt.stream.format.held_boxes import (
+    HeldBox,
+    NewElements,
+    PartChange,
+    collect_changes,
+    digest_change,
+    sum_digests,
+)
 from shardckpt.stream.format.stream_folder import StreamFolder
 from shardckpt.stream.format.stream_records import Version, VersionCommit
 from shardckpt.stream.receive.mirror import Mirror
@@ -97,11 +104,14 @@ def _stage_weights(
             except (CheckpointError, MissingFileError):
                 damaged.append(chain.anchor)
                 raise
-        for box, changes in _collect(folder, chain.deltas, mirror.boxes).items():
-            values = box.view(buffer)
-            for change, where in changes:
-                apply_part(change, where, values, box.box)
-        return StagedWeights(chain.target, buffer, {}, mirror.digest_all(buffer), len(chain.deltas))
+        collected = _collect(folder, chain.deltas, mirror.boxes)
+
+        def complete(box: HeldBox) -> Digest:
+            for change, where in collected.get(box, ()):
+                apply_part(change, where, box.view(buffer), box.box)
+            return box.digest(buffer)
+
+        return StagedWeights(chain.target, buffer, {}, sum_digests(mirror.boxes, complete), len(chain.deltas))
     except BaseException:
         mirror.discard(buffer)
         raise
@@ -109,14 +119,18 @@ def _stage_weights(
 
 def _stage_changes(folder: StreamFolder, chain: Chain, mirror: Mirror) -> StagedWeights:
     composed: dict[HeldBox, NewElements] = {}
-    digests = dict(mirror.digests)
+    added: dict[str, Digest] = {}
     for box, changes in _collect(folder, chain.deltas, mirror.boxes).items():
         old = mirror.view(box)
         change = _compose(changes, box, old)
         if not len(change.values):
             continue
         digest, composed[box] = digest_change(box, change, old)
-        digests[box.name] += digest
+        added[box.name] = added.get(box.name, ZERO) + digest
+    # The mirror may be damaged: what it holds is digested now, after the old elements were read. So the sums are the
+    # digests of what it will hold.
+    digests = {name: digest + added[name] for name, digest in mirror.digest_held(added).items()}
+    digests = {**mirror.digests, **digests}
     return StagedWeights(chain.target, None, composed, digests, len(chain.deltas))
 
 

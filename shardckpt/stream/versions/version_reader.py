@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 
 from shardckpt.boxes import Box
-from shardckpt.dtypes import nbytes
 from shardckpt.errors import ShardckptError, SourceNotFoundError, UnknownFormatError
 from shardckpt.reader import Checksum, Evidence, Format, HashBlocks, Source
 from shardckpt.storage.resolve_url import split
@@ -23,7 +21,7 @@ from shardckpt.stream.versions.version_content import VersionContent
 __all__ = ["FORMAT", "VersionReader", "find_version"]
 
 _CONTENT = re.compile(r"COMMIT\.json|anchor|delta-\d{5}-[0-9a-f]{8}\.safetensors")  # of a version's folder
-_DIGEST = "digest of elements of {} bytes"
+_DIGEST = "digest of a tensor"
 
 
 class VersionReader(MadeReader):
@@ -39,20 +37,19 @@ class VersionReader(MadeReader):
     @property
     def algorithms(self) -> Mapping[str, HashBlocks]:
         """The digests of tensors."""
-        return {_DIGEST.format(width): partial(_digest_blocks, width) for width in (1, 2, 4, 8)}
+        return {_DIGEST: _digest_blocks}
 
     def checksums(self) -> Iterator[Checksum]:
         """Yield each tensor's digest."""
         for start, box in self.iter_places():
-            algorithm = _DIGEST.format(nbytes(box.dtype, 1))
             value = int(self.content.commit.digests.get(box.name, "0"), 16)
-            yield Checksum(MADE_FILE, start, box.nbytes, algorithm, value)
+            yield Checksum(MADE_FILE, start, box.nbytes, _DIGEST, value)
 
 
-def _digest_blocks(width: int, blocks: Iterable[memoryview]) -> int:
+def _digest_blocks(blocks: Iterable[memoryview]) -> int:
     total, at = ZERO, 0
     for block in blocks:
-        values = np.frombuffer(block, f"u{width}")
+        values = np.frombuffer(block, np.uint8)
         total += digest_box(values, (at + len(values),), Box((at,), (len(values),)))
         at += len(values)
     return int(total.hex(), 16)
