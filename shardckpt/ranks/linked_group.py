@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import RankError
 from shardckpt.events.recorder import Call, get_current_call
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "LOST_RANK_FIX", "LinkedGroup", "RankLink", "Transfer"]
 
 LOST_RANK_FIX = "Its own log says why; the others have stopped. Saves and loads are calls that every rank makes."
-
-_T = TypeVar("_T")
 
 _ROUND_BYTES = 8  # bytes of the round's number, which precedes each message
 _IS_GONE = "is gone or did not"  # answer in time, or come to a call in time
@@ -187,10 +185,6 @@ class LinkedGroup(Group):
             self._background[name]._needed = needed
         return self._background[name]
 
-    def sort_given(self, values: Sequence[_T]) -> list[_T]:
-        """Return the ranks' values in the order of the ranks' numbers in messages."""
-        return [values[rank] for rank in sorted(range(self.size), key=self.global_rank)]
-
     def all_gather(self, data: bytes) -> list[bytes]:
         """Send the bytes to rank 0, and receive all ranks' bytes from it."""
         return split_parts(self.ask_rank0("an all-gather", data, lambda each: [join_parts(each)] * len(each)))
@@ -276,11 +270,9 @@ class LinkedGroup(Group):
         try:
             yield
         except RuntimeError as error:
-            raise self._give_up({peer: error}, _NOTICE_S if self._may_have_timed_out() else 0.0) from error
-
-    def _may_have_timed_out(self) -> bool:
-        """Return True if a rank may have closed its connections at a timeout since this round began."""
-        return time.monotonic() - self._round_start >= self.timeout_s * self._FIRST_WAITS
+            # After so long a rank may have closed its connections at a timeout.
+            may_be_late = time.monotonic() - self._round_start >= self.timeout_s * self._FIRST_WAITS
+            raise self._give_up({peer: error}, _NOTICE_S if may_be_late else 0.0) from error
 
     def _gather_messages(self, known: RankError | None) -> list[bytes]:
         if known is not None:
@@ -338,13 +330,15 @@ class LinkedGroup(Group):
         self.has_lost_rank = True
         if not self._loss:
             verb = "come to" if self._is_first and self.rank == 0 else "answer in"
-            text, own = self._describe_loss(*next(iter(lost.items())), verb), _build_key(self.global_rank(self.rank))
+            rank, error = next(iter(lost.items()))
+            text = _describe_loss(self._link, rank, error, self._call, verb)
+            own = _build_key(self.global_rank(self.rank))
             if wait_s:  # others wait for this note meanwhile
                 self._link.leave_note(own, _UNSURE + text)
             self._loss = self._link.find_note(_FIRST) or self._follow_notes(text, wait_s)
             for key in (own, _FIRST):
                 self._link.leave_note(key, self._loss)
-        return self._build_lost_error(self._loss)
+        return _build_lost_error(self._link, self._loss)
 
     def _follow_notes(self, text: str, wait_s: float) -> str:
         """Return the text for the rank that was lost first: a lost rank's note names the rank that it has lost."""
@@ -369,21 +363,8 @@ class LinkedGroup(Group):
             self.has_lost_rank = True
             if known is not None:
                 raise known from error
-            text = self._describe_loss(0, error)
-            raise self._build_lost_error(self._follow_notes(text, _NOTICE_S)) from error
-
-    def _describe_loss(self, rank: int, error: RuntimeError, verb: str = "answer in") -> str:
-        """Return which rank is lost, in which call, and why."""
-        called = f"{verb} `{self._call.name}`" if self._call.name else "answer"
-        named = f"rank {self.global_rank(rank)} of {self._link.named_size}"
-        return f"{named} {_IS_GONE} {called} in time: {' '.join(str(error).split())[:200]}"
-
-    def _build_lost_error(self, text: str) -> RankError:
-        """Return the error for a lost rank in the store; a rank never names itself."""
-        rank = _read_rank(text)
-        if rank == self.global_rank(self.rank):
-            rank, text = -1, f"another rank of {self._link.named_size} is gone, or has stopped waiting for this one"
-        return RankError(text, rank=rank, fix=LOST_RANK_FIX)
+            text = self._follow_notes(_describe_loss(self._link, 0, error, self._call), _NOTICE_S)
+            raise _build_lost_error(self._link, text) from error
 
     @property
     def _link(self) -> RankLink:
@@ -397,6 +378,21 @@ ALONE = LinkedGroup()  # a single process
 def _build_key(rank: int) -> str:
     """Return the key for a rank's note."""
     return f"shardckpt/lost/{rank}"
+
+
+def _describe_loss(link: RankLink, rank: int, error: RuntimeError, call: Call, verb: str = "answer in") -> str:
+    """Return which rank is lost, in which call, and why."""
+    called = f"{verb} `{call.name}`" if call.name else "answer"
+    named = f"rank {link.name_rank(rank)} of {link.named_size}"
+    return f"{named} {_IS_GONE} {called} in time: {' '.join(str(error).split())[:200]}"
+
+
+def _build_lost_error(link: RankLink, text: str) -> RankError:
+    """Return the error for a lost rank in the store; a rank never names itself."""
+    rank = _read_rank(text)
+    if rank == link.name_rank(link.rank):
+        rank, text = -1, f"another rank of {link.named_size} is gone, or has stopped waiting for this one"
+    return RankError(text, rank=rank, fix=LOST_RANK_FIX)
 
 
 def _frame_call(call: Call) -> bytes:

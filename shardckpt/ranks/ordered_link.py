@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.ranks.linked_group import LinkedGroup, RankLink, Transfer
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OrderedLink", "keep_first", "put_first"]
+__all__ = ["OrderedLink", "keep_first", "put_first", "sort_by_number"]
+
+_T = TypeVar("_T")
 
 
 class OrderedLink(RankLink):
@@ -70,6 +72,11 @@ def put_first(group: LinkedGroup, ranks: Sequence[int]) -> LinkedGroup:
     """Return a group's ranks with some of them first. The others may leave once they have sent their last message."""
     order = [*ranks, *(rank for rank in range(group.size) if rank not in ranks)]
     return group.derive(f"first {[*ranks]}", lambda link: OrderedLink(link, order), needed=len(ranks))
+
+
+def sort_by_number(group: LinkedGroup, values: Sequence[_T]) -> list[_T]:
+    """Return the ranks' values in the order of the ranks' numbers in messages."""
+    return [values[rank] for rank in sorted(range(group.size), key=group.global_rank)]
 
 
 def keep_first(group: LinkedGroup, count: int) -> LinkedGroup:

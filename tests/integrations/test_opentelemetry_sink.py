@@ -150,6 +150,7 @@ def test_attributes_are_the_values_of_the_event(provider: Any, exporter: Any, is
         "shardckpt.gb_per_second": 0.5,
         "shardckpt.retries": 1,
         "shardckpt.is_background": False,
+        "shardckpt.has_left": False,
         "shardckpt.phases.write": 1.5,
     }
     assert save.end_time - save.start_time == 2 * 10**9

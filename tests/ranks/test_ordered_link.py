@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.errors import RankError
 from shardckpt.ranks.linked_group import LinkedGroup
-from shardckpt.ranks.ordered_link import keep_first, put_first
+from shardckpt.ranks.ordered_link import keep_first, put_first, sort_by_number
 from shardckpt.ranks.torch_link import link_ranks
 from tests.kit.ranks.harness import outcomes, run
 
@@ -29,7 +29,7 @@ def test_the_first_of_the_chosen_ranks_answers_and_the_rest_follow() -> None:
         first = ask(ordered, rank)
         alone = ask(keep_first(ordered, 2), rank) if rank in (1, 3) else []
         assert ask(group, rank) == before
-        return first, alone, ordered.sort_given(first)
+        return first, alone, sort_by_number(ordered, first)
 
     found = run(4, body)
     assert [each[0] for each in found] == [["1", "3", "0", "2"]] * 4

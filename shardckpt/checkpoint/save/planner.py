@@ -53,6 +53,7 @@ from shardckpt.native.payload import new_save_id
 from shardckpt.native.run_directory import read_referred_files
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.ordered_link import sort_by_number
 from shardckpt.storage.publication import FindKept, Publication
 from shardckpt.storage.publish import start_publication
 from shardckpt.storage.resolve_url import open_store
@@ -299,7 +300,8 @@ class SavePlanner:
             answer = ask()
         if answer == EXPLAIN:
             digests = value_digests(remove_parts(local[0]))
-            self._coordinator.ask_rank0(what, digests, lambda each: _raise_values(self._coordinator.sort_given(each)))
+            ranks = self._coordinator
+            ranks.ask_rank0(what, digests, lambda each: _raise_values(sort_by_number(ranks, each)))
         assert not isinstance(opened, Exception), "its error is raised by then"
         trace = opened.trace if self._can_trace else None
         return local[0], self._prepare_cached(trace, *local, PlanResponse.decode(answer))
@@ -333,7 +335,7 @@ class SavePlanner:
     def _decide(self, messages: list[bytes], flattened: FlattenedState) -> list[bytes]:
         """Plan, and start the publication. On rank 0."""
         reports = [RankReport.decode(message) for message in messages]
-        given = self._coordinator.sort_given(reports)
+        given = sort_by_number(self._coordinator, reports)
         require_one_path(given)
         if any(report.is_traced for report in reports):
             return [_FLATTENED_NEEDED] * len(messages)

@@ -55,7 +55,7 @@ from shardckpt.native.payload import HF_INDEX, FileLayout, PayloadFile, build_pa
 from shardckpt.native.records import FileRecord, make_record
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.ranks.linked_group import LinkedGroup
-from shardckpt.ranks.ordered_link import keep_first, put_first
+from shardckpt.ranks.ordered_link import keep_first, put_first, sort_by_number
 from shardckpt.ranks.wait_notice import name_ranks
 from shardckpt.state.local.tensor_shards import LocalShard
 from shardckpt.storage.publication import Publication
@@ -435,7 +435,7 @@ class SaveSession:
         assert not isinstance(written, Exception), "this rank's error is raised by then"
         if answer == EXPLAIN:
             digests = json.dumps(written.staged.replica_digests()).encode()
-            self._last.ask_rank0(what, digests, lambda each: _raise_replicas(self._last.sort_given(each)))
+            self._last.ask_rank0(what, digests, lambda each: _raise_replicas(sort_by_number(self._last, each)))
         if answer == _BASE_REMOVED:
             url = planned.response.hints.url if planned.response.hints is not None else ""
             raise _base_removed_error(self._options.path, url)
