@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
@@ -45,6 +46,7 @@ class PeerStore:
         self.rejected: dict[str, builtins.list[RejectedRange]] = {}
         self.own_bytes = self.pulled_bytes = 0
         self.tier_bytes: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -106,8 +108,7 @@ class PeerStore:
         came = self._exchange.pull([(piece, each.buffer) for piece, each, _ in pulled]) if pulled else []
         for (_, each, place), is_filled in zip(pulled, came, strict=True):
             if is_filled:
-                self.pulled_bytes += len(each.buffer)
-                self.tier_bytes[place.tier] += len(each.buffer)
+                self._count(each, place)
             else:
                 self._reject(each, place, "could not be sent by that machine")
                 left.append(each)
@@ -153,9 +154,18 @@ class PeerStore:
             self._reject(read, place, f"cannot be read: {error}")
             return [read]
         for read, place in reads:
-            self.own_bytes += len(read.buffer)
-            self.tier_bytes[place.tier] += len(read.buffer)
+            self._count(read, place)
         return []
+
+    def _count(self, read: Read, place: NodeFile) -> None:
+        """Count the bytes of a read."""
+        nbytes = len(read.buffer)
+        with self._lock:  # reads come from several threads
+            if place.node == self._known.own:
+                self.own_bytes += nbytes
+            else:
+                self.pulled_bytes += nbytes
+            self.tier_bytes[place.tier] += nbytes
 
     def reject(self, name: str, offset: int, nbytes: int) -> bool:
         """Read a damaged range from another copy from now on; return False if no other copy is left."""

@@ -26,6 +26,7 @@ from torch import nn
 import shardckpt
 from shardckpt.checkpoint.save import async_save, payload_writer, planner, session, staging
 from shardckpt.checkpoint.save.async_save import BUFFERS, _Copy
+from shardckpt.checkpoint.save.handle import AsyncSaveTask
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.checkpoint.stateful.tensor_bytes import join_small
 from shardckpt.native.payload import FileHasher, PayloadFile, build_payloads
@@ -407,20 +408,26 @@ class TestInterrupted:
         assert torch.equal(found, state["t"] if when == "when it was copied" else torch.ones(3))
 
     def test_a_signal_handler_that_saves_while_the_state_is_copied_ends_that_save(self, tmp_path: Path) -> None:
-        fill = StagingArea.fill
+        fill, claim, is_claimed = StagingArea.fill, AsyncSaveTask.claim, threading.Event()
+
+        def claim_and_note(self) -> bool:
+            is_first = claim(self)
+            is_claimed.set()
+            return is_first
 
         def fill_and_save(self, *args) -> None:
             StagingArea.fill = fill
+            assert is_claimed.wait(30), "by the thread, which otherwise would have nothing to end"
             with pytest.raises(shardckpt.errors.RankError, match="the copy of the state was interrupted"):
                 shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
             shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
             fill(self, *args)
 
-        StagingArea.fill = fill_and_save
+        StagingArea.fill, AsyncSaveTask.claim = fill_and_save, claim_and_note
         try:
             handle = shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "c")
         finally:
-            StagingArea.fill = fill
+            StagingArea.fill, AsyncSaveTask.claim = fill, claim
         with pytest.raises(InterruptedError):
             handle.result()
         assert os.listdir(tmp_path) == ["last"]
