@@ -168,7 +168,7 @@ class Notices:
     def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:
         """Record signals inside the context, and with a `deadline` also while the main thread is in C code.
 
-        Outside the main thread, a function is asked all the same: signals are for those who have that thread.
+        Outside the main thread no signal can be handled, so only the function counts.
         """
         with ExitStack() as stack:
             is_main = threading.current_thread() is threading.main_thread()

@@ -352,7 +352,7 @@ class SaveSession:
         return PlannedSave(response, rank_plan, model, frozen_params), flattened
 
     def _note_leaving(self, response: PlanResponse) -> None:
-        """Send the outcome to the ranks that stay alone, or to all if the save needs the others too."""
+        """Let the ranks that stay commit without the others, unless the save needs all."""
         ranks, count = self._coordinator, response.committing
         if not count:
             self.warnings = (f"the save needs all ranks until its commit, also those that leave: {response.needed}",)

@@ -129,7 +129,7 @@ class PartResults:
 
     def remove_late(self, part: WorkPart) -> None:
         """Remove a result that was written after the plan ended. Raises StorageError."""
-        if self.is_discarded():  # the folder with the mark is the discard's
+        if self.is_discarded():  # the discard removes the folder
             self._store.delete(self._names[part.name])
         else:
             self.remove()
