@@ -371,6 +371,23 @@ def after(method):
     return interrupted
 
 
+def once_claimed(patch, method):
+    """Return a method that waits until the thread has claimed the save, which otherwise nobody continues."""
+    claim, is_claimed = AsyncSaveTask.claim, threading.Event()
+
+    def claim_and_note(self) -> bool:
+        is_first = claim(self)
+        is_claimed.set()
+        return is_first
+
+    def wait_and_run(*args):
+        assert is_claimed.wait(30)
+        return method(*args)
+
+    patch.setattr(AsyncSaveTask, "claim", claim_and_note)
+    return wait_and_run
+
+
 INTERRUPTIONS = {
     "while the state is traced": (planner, "trace_state", ctrl_c),
     "while the state is flattened": (planner, "flatten_state", ctrl_c),
@@ -398,6 +415,8 @@ class TestInterrupted:
             patch.setattr(*INTERRUPTIONS[when])
             if when == "while that is told":
                 patch.setattr(StagingArea, "fill", ctrl_c)
+            if when == "when it was copied":
+                patch.setattr(StagingArea, "fill", after(once_claimed(patch, StagingArea.fill)))
             with pytest.raises(KeyboardInterrupt):
                 shardckpt.async_save(state, tmp_path / "c", overwrite=True)
         with contextlib.suppress(shardckpt.ShardckptError):  # which says, once, that the one before was interrupted
@@ -408,26 +427,18 @@ class TestInterrupted:
         assert torch.equal(found, state["t"] if when == "when it was copied" else torch.ones(3))
 
     def test_a_signal_handler_that_saves_while_the_state_is_copied_ends_that_save(self, tmp_path: Path) -> None:
-        fill, claim, is_claimed = StagingArea.fill, AsyncSaveTask.claim, threading.Event()
+        fill = StagingArea.fill
 
-        def claim_and_note(self) -> bool:
-            is_first = claim(self)
-            is_claimed.set()
-            return is_first
-
-        def fill_and_save(self, *args) -> None:
+        def save_and_fill(self, *args) -> None:
             StagingArea.fill = fill
-            assert is_claimed.wait(30), "by the thread, which otherwise would have nothing to end"
             with pytest.raises(shardckpt.errors.RankError, match="the copy of the state was interrupted"):
                 shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
             shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
             fill(self, *args)
 
-        StagingArea.fill, AsyncSaveTask.claim = fill_and_save, claim_and_note
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StagingArea, "fill", once_claimed(patch, save_and_fill))
             handle = shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "c")
-        finally:
-            StagingArea.fill, AsyncSaveTask.claim = fill, claim
         with pytest.raises(InterruptedError):
             handle.result()
         assert os.listdir(tmp_path) == ["last"]
