@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
     Elements = NDArray[np.unsignedinteger[Any]]
     Positions = NDArray[np.int64]
+    Words = NDArray[np.uint64]
 
 __all__ = [
     "BoxChange",
+    "ChangedWords",
     "apply_change",
     "apply_part",
+    "compare",
     "compose_changes",
     "decode_change",
     "encode_change",
@@ -38,7 +41,8 @@ __all__ = [
 ]
 
 _BLOCK = 1 << 16  # elements at a time: their buffers stay in the cache
-_COMPARED = 1 << 20  # elements that are compared at a time
+_WORD = 8  # bytes that are compared at once: most are equal, so that several elements take one comparison
+_COMPARED = 1 << 18  # words that are compared at a time
 _GAP_BYTES = 2  # of a gap and the position's share, where a full copy is weighed against positions
 _LEVEL = 1
 
@@ -67,39 +71,63 @@ class BoxChange:
         return self.positions is None
 
 
+class ChangedWords(NamedTuple):
+    """Words of 8 bytes in a box that changed."""
+
+    at: Positions  # ascending
+    old: Words
+    new: Words
+
+
 def find_changes(old: Elements, new: Elements) -> BoxChange:
     """Return what changed from `old` to `new`: every new element, if the positions would not save bytes."""
+    return compare(old, new)[0]
+
+
+def compare(old: Elements, new: Elements) -> tuple[BoxChange, ChangedWords | None]:
+    """Return what changed, as `find_changes`, and in which words; None if every element or another size is compared."""
     if old.shape != new.shape or old.dtype != new.dtype or old.ndim != 1:
         raise ValueError(f"both must be flat and alike, got {old.dtype} {old.shape} and {new.dtype} {new.shape}")
     most = len(new) * new.itemsize // (new.itemsize + _GAP_BYTES)
-    parts, count = [], 0
-    for start in range(0, len(new), _COMPARED):
-        at, xor = _compare(old[start : start + _COMPARED], new[start : start + _COMPARED])
-        if len(at):
-            parts.append((at + start, xor))
-            count += len(at)
-        if count > most:
-            return BoxChange(len(new), None, new.copy())
-    return _join(len(new), new.dtype, parts)
-
-
-def _compare(old: Elements, new: Elements) -> tuple[Positions, Elements]:
-    """Return the positions that differ, and their XOR."""
-    n = 8 // new.itemsize
+    n = _WORD // new.itemsize
     if len(new) % n:
         xor = old ^ new
         at = np.flatnonzero(xor != 0)
-        return at, xor[at]
-    # Most words of 8 bytes are equal, so that several elements take one comparison.
-    one, other = old.view(np.uint64), new.view(np.uint64)
-    words = np.flatnonzero(one != other)
-    near = (one[words] ^ other[words]).view(new.dtype)
-    inside = np.flatnonzero(near != 0)
+        change, words = BoxChange(len(new), at, xor[at]), None
+    else:
+        words = _find_words(old.view(np.uint64), new.view(np.uint64), most)
+        if words is None:
+            return BoxChange(len(new), None, new.copy()), None
+        change = _split_words(words, new)
+    return (change, words) if len(change.values) <= most else (BoxChange(len(new), None, new.copy()), None)
+
+
+def _find_words(old: Words, new: Words, most: int) -> ChangedWords | None:
+    """Return the words that differ; None if there are more than `most`."""
+    found, count = [], 0
+    for start in range(0, len(new), _COMPARED):
+        one, other = old[start : start + _COMPARED], new[start : start + _COMPARED]
+        at = np.flatnonzero(one != other)
+        if len(at):
+            found.append((at + start, one[at], other[at]))
+            count += len(at)
+        if count > most:
+            return None
+    if not found:
+        return ChangedWords(np.empty(0, np.int64), new[:0], new[:0])
+    return ChangedWords(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def _split_words(words: ChangedWords, new: Elements) -> BoxChange:
+    """Return the elements of words that differ."""
+    xor = (words.old ^ words.new).view(new.dtype)
+    inside = np.flatnonzero(xor != 0)
+    n = _WORD // new.itemsize
     shift = n.bit_length() - 1  # a division takes longer than the comparison of a sparse change
-    at = words[inside >> shift]
+    at = words.at[inside >> shift]
     at <<= shift
     at |= inside & (n - 1)
-    return at, near[inside]
+    return BoxChange(len(new), at, xor[inside])
 
 
 def encode_change(change: BoxChange) -> bytes:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Elements = NDArray[np.unsignedinteger[Any]]
     Lane = NDArray[np.uint64]
 
-__all__ = ["ZERO", "Digest", "combine_digests", "digest_box", "digest_changes"]
+__all__ = ["ZERO", "Digest", "combine_digests", "digest_box", "digest_changes", "digest_words"]
 
 # Files contain digests: none of these numbers may change.
 _KEYS = 1 << 16
@@ -130,6 +130,22 @@ def digest_changes(shape: Shape, itemsize: int, positions: NDArray[Any], old: El
             at = (at[:, None] * np.uint64(n) + np.arange(n, dtype=np.uint64)).reshape(-1)
         part = slice(start * n, start * n + len(at))
         total += _sum_elements(at, after[part], before[part])
+    return total
+
+
+def digest_words(at: Lane, old: Lane, new: Lane) -> Digest:
+    """Return what changed words add to the digest of their tensor.
+
+    Args:
+        at: Number of each word in the full tensor, in row-major order.
+        old: Words before.
+        new: Words after.
+    """
+    total = ZERO
+    for start in range(0, len(at), _CHANGES):
+        part = slice(start, start + _CHANGES)
+        before, after = old[part], new[part]
+        total += _sum_keyed(at[part], (after - before, after.byteswap() - before.byteswap()))
     return total
 
 
@@ -254,20 +270,23 @@ def _sum_elements(at: Lane, new: Elements, old: Elements | None) -> Digest:
     if not len(at):
         return ZERO
     bits, n = 8 * new.itemsize, _WORD // new.itemsize
-    words = at >> np.uint64(n.bit_length() - 1)
+    shifts = (at & np.uint64(n - 1)) * np.uint64(bits)
+    numbers = new.astype(np.uint64) << shifts
+    swapped = numbers.byteswap()
+    if old is not None:
+        before = old.astype(np.uint64) << shifts
+        numbers -= before
+        swapped -= before.byteswap(inplace=True)
+    return _sum_keyed(at >> np.uint64(n.bit_length() - 1), (numbers, swapped))
+
+
+def _sum_keyed(words: Lane, lanes: tuple[Lane, Lane]) -> Digest:
+    """Return the sums of what each lane has at these words, multiplied by the keys, in place."""
     blocks, keys = words >> np.uint64(16), (words & np.uint64(_KEYS - 1)).view(np.int64)
     starts = np.append(0, np.flatnonzero(blocks[1:] != blocks[:-1]) + 1)  # of words that are in one block
     blocks = blocks[starts]
-    shifts = (at & np.uint64(n - 1)) * np.uint64(bits)
     sums = []
-    for lane in (0, 1):
-        if lane:  # the last element of a word is the lowest one, and so is its last byte
-            shifts = np.uint64(8 * _WORD - bits) - shifts
-            new, old = new.byteswap(), None if old is None else old.byteswap()
-        numbers = new.astype(np.uint64)
-        if old is not None:
-            numbers -= old
-        numbers <<= shifts
+    for lane, numbers in enumerate(lanes):
         numbers *= np.take(_get_keys(lane), keys)
         parts = np.add.reduceat(numbers, starts) * _make_keys(blocks, _BLOCK_SEEDS[lane])
         sums.append(int(parts.sum()))

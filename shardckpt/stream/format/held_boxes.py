@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardckpt.boxes import Box, Shape, intersect
+from shardckpt.boxes import Box, Shape, flat_index, intersect, is_contiguous
 from shardckpt.dtypes import nbytes
 from shardckpt.storage.store import Store
 from shardckpt.storage.thread_pool import ThreadPool
-from shardckpt.stream.format.codec import BoxChange, decode_change, map_change, shift_positions
+from shardckpt.stream.format.codec import BoxChange, compare, decode_change, map_change, shift_positions
 from shardckpt.stream.format.delta_file import LocatedChange, read_changes
-from shardckpt.stream.format.digest import ZERO, Digest, digest_box, digest_changes
+from shardckpt.stream.format.digest import ZERO, Digest, digest_box, digest_changes, digest_words
 from shardckpt.stream.format.stream_records import StreamTensor
 from shardckpt.torchrun import has_second_core
 
@@ -25,17 +25,19 @@ __all__ = [
     "NewElements",
     "PartChange",
     "collect_changes",
+    "compare_box",
     "digest_change",
-    "map_boxes",
+    "map_shared",
     "place_boxes",
     "sum_digests",
     "write_elements",
 ]
 
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 _ALIGNMENT = 64
-_MIN_SHARED = 4  # boxes
+_WORD = 8  # bytes
 
 
 class HeldBox(NamedTuple):
@@ -85,20 +87,30 @@ def place_boxes(boxes: Iterable[tuple[str, Shape, str, Box]]) -> tuple[HeldBox, 
     return tuple(placed)
 
 
-def map_boxes(work: Callable[[HeldBox], _T], boxes: Sequence[HeldBox]) -> list[_T]:
-    """Return the results for boxes, in order; a second core takes a part of them."""
-    if len(boxes) < _MIN_SHARED or not has_second_core():
-        return [work(box) for box in boxes]
+def map_shared(work: Callable[[_S], _T], items: Iterable[_S]) -> Iterator[_T]:
+    """Yield the results for items, in order; a second core takes a part of them."""
+    if not has_second_core():
+        yield from map(work, items)
+        return
     with ThreadPool(2, thread_name_prefix="shardckpt-boxes") as pool:
-        return list(pool.map(work, boxes))
+        yield from pool.map(work, items)
 
 
 def sum_digests(boxes: Sequence[HeldBox], work: Callable[[HeldBox], Digest]) -> dict[str, Digest]:
     """Return the digests of boxes, added up by tensor."""
     digests: dict[str, Digest] = {}
-    for box, digest in zip(boxes, map_boxes(work, boxes), strict=True):
+    for box, digest in zip(boxes, map_shared(work, boxes), strict=True):
         digests[box.name] = digests.get(box.name, ZERO) + digest
     return digests
+
+
+def compare_box(held: HeldBox, old: NDArray[Any], new: NDArray[Any]) -> tuple[BoxChange, Digest]:
+    """Return what changed in a held box, and what that adds to its tensor's digest."""
+    change, words = compare(old, new)
+    start, rest = divmod(flat_index(held.shape, held.box.offset) * old.itemsize, _WORD)
+    if words is None or rest or not is_contiguous(held.shape, held.box):
+        return change, digest_change(held, change, old)[0]
+    return change, digest_words((words.at + start).view(np.uint64), words.old, words.new)
 
 
 def digest_change(held: HeldBox, change: BoxChange, old: NDArray[Any]) -> tuple[Digest, NewElements]:
@@ -134,13 +146,17 @@ def collect_changes(
     by_name: dict[str, list[HeldBox]] = {}
     for held in boxes:
         by_name.setdefault(held.name, []).append(held)
+
+    def decode(read: tuple[LocatedChange, memoryview]) -> tuple[LocatedChange, BoxChange]:
+        located, data = read
+        width = nbytes(tensors[located.name].dtype, 1)
+        where = f"{store.url}/{located.file}: {located.name}"
+        return located, decode_change(data, numel=located.box.volume, itemsize=width, where=where)
+
     found: dict[HeldBox, list[PartChange]] = {}
     for index in indexes:
         wanted = [each for each in index if _is_held(each, by_name)]
-        for located, data in read_changes(store, wanted):
-            width = nbytes(tensors[located.name].dtype, 1)
-            where = f"{store.url}/{located.file}: {located.name}"
-            change = decode_change(data, numel=located.box.volume, itemsize=width, where=where)
+        for located, change in map_shared(decode, read_changes(store, wanted)):
             for held in by_name[located.name]:
                 part = intersect(located.box, held.box)
                 if part is not None and part.volume:

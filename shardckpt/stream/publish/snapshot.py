@@ -12,10 +12,16 @@ from shardckpt.boxes import contiguous_blocks
 from shardckpt.errors import NoMemoryError, PrecisionError
 from shardckpt.native.payload import PayloadChunk
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
-from shardckpt.stream.format.codec import encode_change, find_changes
+from shardckpt.stream.format.codec import encode_change
 from shardckpt.stream.format.delta_file import EncodedChange
 from shardckpt.stream.format.digest import ZERO, Digest
-from shardckpt.stream.format.held_boxes import HeldBox, digest_change, map_boxes, place_boxes, sum_digests
+from shardckpt.stream.format.held_boxes import (
+    HeldBox,
+    compare_box,
+    map_shared,
+    place_boxes,
+    sum_digests,
+)
 from shardckpt.stream.format.stream_records import StreamTensor
 
 __all__ = ["FoundChanges", "Snapshot", "WirePlan", "plan_wire", "require_range"]
@@ -85,7 +91,7 @@ class Snapshot:
         encoded: list[EncodedChange] = []
         digests: dict[str, Digest] = {}
         changed = 0
-        for box, found in zip(self.plan.boxes, map_boxes(self._compare, self.plan.boxes), strict=True):
+        for box, found in zip(self.plan.boxes, map_shared(self._compare, self.plan.boxes), strict=True):
             if found is None:
                 continue
             data, digest, count = found
@@ -97,10 +103,9 @@ class Snapshot:
     def _compare(self, box: HeldBox) -> tuple[bytes, Digest, int] | None:
         """Return a box's encoded change, what it adds to the digest, and its number of elements; None if equal."""
         old, new = box.view(self._published.numpy()), box.view(self._candidate.numpy())
-        change = find_changes(old, new)
+        change, digest = compare_box(box, old, new)
         if not len(change.values):
             return None
-        digest, _ = digest_change(box, change, old)
         return encode_change(change), digest, len(change.values)
 
     def candidate_arrays(self) -> dict[str, TensorShards]:
