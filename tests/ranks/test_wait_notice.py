@@ -22,8 +22,8 @@ from shardckpt.ranks.torch_group import TorchGroup
 from shardckpt.ranks.wait_notice import WaitBoard, announce_wait
 from tests.kit.ranks.harness import run
 
-NOTICES_S = (0.4, 0.9)
-LATE_S = 0.7  # seconds after which a late rank comes: between the first notice and the second
+NOTICES_S = (0.45, 1.4)
+LATE_S = 0.9  # seconds after which a late rank comes: between the first notice and the second
 
 
 class Board(WaitBoard):
@@ -137,6 +137,7 @@ def late(own: int, call: Callable[[], Any]) -> Callable[[int, int], tuple[list[s
         wait_notice.NOTICES_S, wait_notice._WATCH = NOTICES_S, wait_notice._Watch()
         events: list[Any] = []
         subscribe(lambda event: events.append(event) if isinstance(event, WaitEvent) else None)
+        dist.barrier()  # no rank is late because its process started late
         with told() as lines:
             time.sleep(LATE_S if rank == own else 0.0)
             call()
