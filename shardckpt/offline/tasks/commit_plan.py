@@ -30,12 +30,13 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Com
         UsageError: Tasks have not ended (the message has their numbers), or the source has changed. Nothing is written.
         TargetExistsError: Another process wrote the target meanwhile.
         FormatError: The plan is damaged.
-        StorageError: The storage failed, or the plan was committed.
+        StorageError: The storage failed, or the plan was committed, or another process is committing or discarding it.
     """
-    stored, work, results = open_plan(plan)
-    found = results.read_all(partial(work.is_done, stored))
-    result: CommittedResult = work.commit(stored, found, on_progress)
-    results.remove()
+    stored, work, results = open_plan(plan, to_end=True)
+    with results.end_alone():
+        found = results.read_all(partial(work.is_done, stored))
+        result: CommittedResult = work.commit(stored, found, on_progress)
+        results.remove_committed()
     return result
 
 
@@ -50,9 +51,9 @@ def discard_plan(plan: PathText) -> None:
 
     Raises:
         FormatError: The plan is damaged.
-        StorageError: The storage failed, or the plan was committed.
+        StorageError: The storage failed, or the plan was committed, or another process is committing or discarding it.
     """
-    stored, work, results = open_plan(plan, or_discarded=True)
-    results.mark_discard()
-    work.discard(stored)
-    results.remove()
+    stored, work, results = open_plan(plan, to_end=True)
+    with results.end_alone(or_discarded=True):
+        work.discard(stored, has_commit=results.mark_discard())
+        results.remove()

@@ -98,7 +98,7 @@ class ComputedWork:
 
         return self._run(take_stored, plan.arguments, on_progress)
 
-    def discard(self, plan: TaskPlan) -> None:
+    def discard(self, plan: TaskPlan, *, has_commit: bool) -> None:  # noqa: ARG002
         """Undo what tasks wrote outside the plan's folder."""
         if self._undo is None:
             return

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from shardckpt.errors import FormatError, MissingFileError, StorageError, UsageError
+from shardckpt.errors import FormatError, MissingFileError, ShardckptError, StorageError, UsageError
 from shardckpt.offline.tasks.task_inputs import INPUTS
 from shardckpt.offline.tasks.task_plan import TaskPlan, WorkPart
 from shardckpt.storage.local import make_folders
+from shardckpt.storage.orphans import hold, release
 from shardckpt.storage.resolve_url import local_path, open_place, split
 from shardckpt.storage.store import Store, convert_os_errors, read_bytes
 from shardckpt.storage.thread_pool import ThreadPool
 
 __all__ = ["PartResults"]
 
-_PLAN, _RESULTS, _MARK = "plan.json", "results", "commit"
-_DISCARDED = b'{"discarded": true}\n'  # in place of the plan
+_PLAN, _RESULTS, _COMMIT, _DISCARD = "plan.json", "results", "commit-", "discard"
+_DISCARDED, _COMMITTED = b'{"discarded": true}\n', b'{"committed": true}\n'  # in place of the plan
+_ENDS = {_DISCARDED: "a plan that was discarded", _COMMITTED: "a plan that was committed"}
 _THREADS = 16  # requests at the same time; results are small
 _MAX_READS = 16  # results that are read without a list of all
 _MAX_RESULT_BYTES = 256 << 20
+_MAX_REMOVALS = 100  # of a folder that late tasks write into; each writes at most once more
 
 
 class PartResults:
@@ -65,12 +72,15 @@ class PartResults:
         """Require that the folder of this plan is here, and that nobody discards the plan. Raises StorageError."""
         found = self._read_plan()
         if found != self._encoded and not (or_discarded and found == _DISCARDED):
-            raise StorageError(
-                "the folder of this plan is not here",
-                where=self._url,
-                found=f"no {self._plan.folder}" if found != _DISCARDED else "a plan that was discarded",
-                fix="Give every machine the same storage. If the plan was committed or discarded, make a new one.",
-            )
+            raise self._ended_error(found)
+
+    def _ended_error(self, found: bytes) -> StorageError:
+        return StorageError(
+            "the folder of this plan is not here",
+            where=self._url,
+            found=_ENDS.get(found, f"no {self._plan.folder}"),
+            fix="Give every machine the same storage. If the plan was committed or discarded, make a new one.",
+        )
 
     def is_started(self) -> bool:
         """Return True unless the plan was committed or discarded. Raises StorageError."""
@@ -80,6 +90,43 @@ class PartResults:
         """Return True while the plan is being discarded. Raises StorageError."""
         return self._read_plan() == _DISCARDED
 
+    @contextmanager
+    def end_alone(self, *, or_discarded: bool = False) -> Iterator[None]:
+        """Commit or discard the plan in the block, while no other process of this machine does. Raises StorageError."""
+        # On a store, and among machines, marks keep a commit and a discard apart; two commits publish the same files.
+        lock = self._lock()
+        try:
+            found = self._read_plan()
+            if found == _COMMITTED:
+                self.remove()  # the commit was killed amid this
+                raise self._ended_error(found)
+            with self.explain_end(or_discarded=or_discarded):
+                self.require_started(or_discarded=or_discarded)
+                yield
+        finally:
+            release(lock)
+
+    def _lock(self) -> int:
+        """Return a descriptor that holds the lock of the plan's folder; -1 if there is none to lock."""
+        path, lock = local_path(self._plan.folder), -1
+        if path is not None:
+            with convert_os_errors("cannot lock the folder of the plan", path), suppress(FileNotFoundError):
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if lock != -1 and not hold(lock):
+            release(lock)
+            fix = "Wait until it has ended."
+            raise StorageError("another process is committing or discarding this plan", where=self._url, fix=fix)
+        return lock
+
+    @contextmanager
+    def explain_end(self, *, or_discarded: bool = False) -> Iterator[None]:
+        """Raise an error in the block as one about the plan if another process has committed or discarded it."""
+        try:
+            yield
+        except ShardckptError:
+            self.require_started(or_discarded=or_discarded)
+            raise
+
     def _read_plan(self) -> bytes:
         try:
             store = open_place(self._plan.folder)  # stores keep what they have read
@@ -87,10 +134,34 @@ class PartResults:
         except MissingFileError:
             return b""
 
-    def mark_discard(self) -> None:
-        """Store that the plan is discarded: from now on, a task removes what it has written. Raises StorageError."""
+    def mark_discard(self) -> bool:
+        """Store that the plan is discarded: from now on, no commit publishes, and a task removes what it has written.
+
+        Returns:
+            Whether a commit has published, or tried to, so that the target may refer to files of tasks.
+
+        Raises:
+            StorageError: The plan was committed meanwhile, or the store failed.
+        """
+        # A commit marks itself, looks for this mark, publishes, replaces the plan, then removes all marks.
+        with self._store.create(_DISCARD) as writer:
+            writer.write(b"")
+        has_commit = any(name.startswith(_COMMIT) for name in self._list_marks())
+        if (found := self._read_plan()) not in (self._encoded, _DISCARDED):
+            self.remove()
+            raise self._ended_error(found)
         with self._store.create(_PLAN) as writer:
             writer.write(_DISCARDED)
+        return has_commit
+
+    def _list_marks(self) -> list[str]:
+        return [entry.name for entry in open_place(self._plan.folder).list() if not entry.is_folder]
+
+    def remove_committed(self) -> None:
+        """Store that the plan is committed, then remove its folder. Raises StorageError."""
+        with suppress(MissingFileError), self._store.create(_PLAN) as writer:  # a discard may remove the folder now
+            writer.write(_COMMITTED)
+        self.remove()
 
     def list_done(self) -> list[WorkPart]:
         """Return the parts that have results. Raises StorageError."""
@@ -129,8 +200,11 @@ class PartResults:
 
     def remove_late(self, part: WorkPart) -> None:
         """Remove a result that was written after the plan ended. Raises StorageError."""
-        if self.is_discarded():  # the discard removes the folder
-            self._store.delete(self._names[part.name])
+        self._remove_late(self._names[part.name])
+
+    def _remove_late(self, name: str) -> None:
+        if self._read_plan() in (self._encoded, _DISCARDED):  # the discard removes the folder
+            self._store.delete(name)
         else:
             self.remove()
 
@@ -165,18 +239,25 @@ class PartResults:
             )
 
     def mark_commit(self) -> None:
-        """Store that a commit publishes: from now on the target may refer to files of tasks. Raises StorageError."""
-        with self._store.create(_MARK) as writer:
+        """Store that a commit publishes. Raises StorageError, also if the plan ended."""
+        name = f"{_COMMIT}{secrets.token_hex(4)}"  # its own: another commit's mark stays
+        with self._store.create(name) as writer:
             writer.write(b"")
-
-    def is_commit_marked(self) -> bool:
-        """Return True if a commit has published, or tried to. Raises StorageError."""
-        return any(entry.name == _MARK for entry in self._store.list())
+        is_discarded = _DISCARD in self._list_marks()
+        if is_discarded or not self.is_started():
+            self._remove_late(name)
+            raise self._ended_error(_DISCARDED if is_discarded else self._read_plan())
 
     def remove(self) -> None:
         """Remove the folder of the plan. Raises StorageError."""
         parent, name = split(self._plan.folder)
-        open_place(parent).delete_folder(name)
+        for left in reversed(range(_MAX_REMOVALS)):
+            try:
+                open_place(parent).delete_folder(name)
+                break
+            except StorageError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not left:
+                    raise
 
 
 def _digest(name: str, result: Mapping[str, Any]) -> str:

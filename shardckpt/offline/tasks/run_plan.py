@@ -158,19 +158,21 @@ def run_task(
     stored, work, results = open_plan(plan)
     numbers = parse_share(share, len(stored.tasks)) if number is None else [number]
     parts = [part for each in numbers for part in stored.get_task(each)]
-    skipped = {part.name for part in results.choose_done(parts) if work.is_done(stored, part, results.read(part))}
-    rest = [part for part in parts if part.name not in skipped]
-    if rest:
-        work.run(stored, rest, on_progress)
+    with results.explain_end():
+        skipped = {part.name for part in results.choose_done(parts) if work.is_done(stored, part, results.read(part))}
+        rest = [part for part in parts if part.name not in skipped]
+        if rest:
+            work.run(stored, rest, on_progress)
     status = _describe(stored, [part.name for part in results.list_done()])
     return replace(status, done=tuple(part.name for part in rest), skipped=tuple(skipped))
 
 
-def open_plan(plan: PathText, *, or_discarded: bool = False) -> tuple[TaskPlan, Work, PartResults]:
-    """Return a plan, how its work is done, and what its tasks have done."""
+def open_plan(plan: PathText, *, to_end: bool = False) -> tuple[TaskPlan, Work, PartResults]:
+    """Return a plan, how its work is done, and what its tasks have done; the plan may have ended if you end it."""
     stored = read_plan(plan)
     work, results = _find_work(stored, as_url(plan)), PartResults(stored, as_url(plan))
-    results.require_started(or_discarded=or_discarded)
+    if not to_end:
+        results.require_started()
     return stored, work, results
 
 

@@ -33,8 +33,8 @@ class Work(Protocol):
     def commit(self, plan: TaskPlan, results: Results, on_progress: OnProgress | None) -> Any:
         """Join the results; return what the verb returns."""
 
-    def discard(self, plan: TaskPlan) -> None:
-        """Remove what tasks have written outside the plan's folder."""
+    def discard(self, plan: TaskPlan, *, has_commit: bool) -> None:
+        """Remove what tasks have written outside the plan's folder; after a commit has started, only what it spares."""
 
 
 def bind_arguments(function: Any, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,9 +107,10 @@ class FileWork:
             try:
                 publication.adopt(plan.staging, names)
                 conversion.finish(layout, hashes, publication)
-                marks = PartResults(plan)
-                marks.mark_commit()
-                marks.require_started()  # not discarded: that keeps the files once it sees the mark
+                if local_path(plan.staging) is None:
+                    PartResults(plan).mark_commit()
+                else:  # a discard takes nothing from the target
+                    PartResults(plan).require_started()
                 publication.commit()
             except BaseException:
                 publication.rollback()
@@ -120,9 +121,9 @@ class FileWork:
         with write_by(publish_parts):
             return self._call(**plan.arguments, on_progress=on_progress)
 
-    def discard(self, plan: TaskPlan) -> None:
+    def discard(self, plan: TaskPlan, *, has_commit: bool) -> None:
         """Remove files from a store without rename; on a disk they are in the plan's folder."""
-        if local_path(plan.staging) is None and not PartResults(plan).is_commit_marked():
+        if local_path(plan.staging) is None and not has_commit:
             store = open_place(plan.staging)
             for name in plan.parts:
                 store.delete(name)

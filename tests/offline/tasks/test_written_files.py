@@ -377,23 +377,6 @@ def test_a_step_is_not_published_without_the_hashes_of_its_files(step, tmp_path)
     assert not (tmp_path / "many").exists()
 
 
-def test_a_commit_overtaken_by_another_says_so(step, tmp_path, monkeypatch):
-    plan = tmp_path / "plan.json"
-    shardckpt.plan_tasks(plan, "consolidate", step, tmp_path / "many")
-    run_all(plan)
-    read_all = PartResults.read_all
-
-    def read_late(results: PartResults, *arguments: object) -> object:
-        monkeypatch.undo()
-        shardckpt.commit_plan(plan)
-        return read_all(results, *arguments)
-
-    monkeypatch.setattr(PartResults, "read_all", read_late)
-    with pytest.raises(StorageError, match="the folder of this plan is not here"):
-        shardckpt.commit_plan(plan)
-    assert shardckpt.diff(step, tmp_path / "many").equal
-
-
 def test_the_second_of_two_commits_is_refused(step, tmp_path):
     plan = tmp_path / "plan.json"
     shardckpt.plan_tasks(plan, "consolidate", step, tmp_path / "many")
@@ -473,7 +456,7 @@ def test_a_plan_discarded_amid_its_commit_takes_nothing_from_the_target(bucket, 
     shardckpt.plan_tasks(plan, "consolidate", step, f"{bucket}/many")
     run_all(plan)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Dead):
-        patch.setattr(PartResults, "remove", lambda _: (_ for _ in ()).throw(Dead))
+        patch.setattr(PartResults, "remove_committed", lambda _: (_ for _ in ()).throw(Dead))
         shardckpt.commit_plan(plan)
     shardckpt.discard_plan(plan)
     assert shardckpt.diff(step, f"{bucket}/many").equal == 12

@@ -1,0 +1,202 @@
+"""Commits and discards of one plan at once: one ends the plan, the other is refused, and no files of the plan stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardckpt
+from shardckpt.errors import ShardckptError, StorageError
+from shardckpt.offline.tasks import part_results
+from shardckpt.offline.tasks.part_results import PartResults
+from shardckpt.offline.tasks.task_plan import read_plan
+from tests.kit.stores.bucket import Bucket, Dead
+from tests.kit.stores.disk import watched
+
+ENDS = {"commit": shardckpt.commit_plan, "discard": shardckpt.discard_plan}
+PAIRS = [("commit", "commit"), ("commit", "discard"), ("discard", "commit"), ("discard", "discard")]
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step with one small file."""
+    path = tmp_path_factory.mktemp("source") / "step"
+    shardckpt.save({"w": torch.arange(5.0)}, path)
+    return path
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def make_plan(plan: Path, step: Path, target: object, **options: object) -> None:
+    plan.unlink(missing_ok=True)
+    shardckpt.plan_tasks(plan, "consolidate", step, target, tasks=1, **options)
+    shardckpt.run_task(plan, 0)
+
+
+def find_error(act: Callable[[Path], object], plan: Path) -> ShardckptError | None:
+    try:
+        act(plan)
+    except ShardckptError as error:
+        return error
+    return None
+
+
+class Interruption:
+    """Another process: it acts once, before one of the changes that a block makes.
+
+    Attributes:
+        was_made: Whether the block came so far.
+        error: What the act raised.
+    """
+
+    def __init__(self, number: int, act: str, plan: Path) -> None:
+        self._left, self._act, self._plan = number, ENDS[act], plan
+        self.was_made, self.error = False, None
+
+    def count(self, *_: object) -> None:
+        self._left -= 1
+        if not self._left:
+            self.was_made = True
+            self.error = find_error(self._act, self._plan)
+
+
+@contextmanager
+def on_a_disk(other: Interruption) -> Iterator[None]:
+    with watched(other.count, lambda *_: None):
+        yield
+
+
+@contextmanager
+def on_a_store(other: Interruption) -> Iterator[None]:
+    Bucket.fault = other.count
+    yield
+    Bucket.fault = None
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_one_process_of_a_machine_ends_a_plan_at_a_time(first, second, overwrite, step, tmp_path):
+    plan, target = tmp_path / "plan.json", tmp_path / "many"
+    shardckpt.consolidate(step, tmp_path / "one")
+    expected = read_files(tmp_path / "one")
+    for number in range(1, 200):
+        shutil.rmtree(target, ignore_errors=True)
+        if overwrite:
+            shardckpt.consolidate(step, target, dtype="bf16")
+        old = read_files(target)
+        make_plan(plan, step, target, overwrite=overwrite)
+        other = Interruption(number, second, plan)
+        with on_a_disk(other):
+            assert find_error(ENDS[first], plan) is None, f"change {number}"
+        assert read_files(target) == (expected if first == "commit" else old), f"change {number}"
+        if not other.was_made:
+            break
+        assert isinstance(other.error, StorageError), f"change {number}"
+        assert not list(tmp_path.glob(".many*")), f"change {number}"
+    assert number > 5
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_machines_that_see_no_locks_of_each_other_lose_nothing(first, second, overwrite, step, tmp_path, monkeypatch):
+    monkeypatch.setattr(part_results, "hold", lambda _: True)
+    plan, target = tmp_path / "plan.json", tmp_path / "many"
+    shardckpt.consolidate(step, tmp_path / "one")
+    expected, kinds = read_files(tmp_path / "one"), set()
+    for number in range(1, 200):
+        shutil.rmtree(target, ignore_errors=True)
+        if overwrite:
+            shardckpt.consolidate(step, target, dtype="bf16")
+        old = read_files(target)
+        make_plan(plan, step, target, overwrite=overwrite)
+        other = Interruption(number, second, plan)
+        with on_a_disk(other):
+            error = find_error(ENDS[first], plan)
+        if not other.was_made:
+            break
+        kinds |= {type(error), type(other.error)}
+        assert not (error and other.error), f"change {number}"
+        is_committed = any(act == "commit" and not e for act, e in ((first, error), (second, other.error)))
+        assert read_files(target) == (expected if is_committed else old), f"change {number}"
+        assert not list(tmp_path.glob(".many*")), f"change {number}"
+    print(*(kind.__name__ for kind in kinds))
+    assert number > 5
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_store_without_locks_loses_nothing(first, second, bucket, step, tmp_path):
+    plan = tmp_path / "plan.json"
+    shardckpt.consolidate(step, tmp_path / "one")
+    for number in range(1, 200):
+        Bucket.reset()
+        make_plan(plan, step, f"{bucket}/many")
+        other, Bucket.requests = Interruption(number, second, plan), []
+        with on_a_store(other):
+            error = find_error(ENDS[first], plan)
+        if not other.was_made:
+            break
+        is_committed = any(act == "commit" and not e for act, e in ((first, error), (second, other.error)))
+        assert is_committed or not (error and other.error), f"request {number}"
+        assert not [name for name in Bucket.objects if "tasks-" in name], f"request {number}"
+        if is_committed:
+            assert shardckpt.diff(tmp_path / "one", f"{bucket}/many").same, f"request {number}"
+        else:
+            assert not [name for name in Bucket.objects if name.endswith("index.json")], f"request {number}"
+    assert number > 5
+
+
+def test_a_commit_overtaken_by_another_machine_says_so(step, tmp_path, monkeypatch):
+    plan = tmp_path / "plan.json"
+    make_plan(plan, step, tmp_path / "many")
+    read_all = PartResults.read_all
+
+    def read_late(results: PartResults, *arguments: object) -> object:
+        monkeypatch.undo()
+        shardckpt.commit_plan(plan)
+        return read_all(results, *arguments)
+
+    monkeypatch.setattr(part_results, "hold", lambda _: True)
+    monkeypatch.setattr(PartResults, "read_all", read_late)
+    with pytest.raises(StorageError, match="the folder of this plan is not here"):
+        shardckpt.commit_plan(plan)
+    assert shardckpt.diff(step, tmp_path / "many").equal
+
+
+@pytest.mark.parametrize("act", ENDS)
+def test_a_commit_killed_while_it_removes_the_plan_is_known(act, step, tmp_path, monkeypatch):
+    """What it has published stays, and the next process removes the rest."""
+    plan = tmp_path / "plan.json"
+    make_plan(plan, step, tmp_path / "many")
+    with monkeypatch.context() as patch, pytest.raises(Dead):
+        patch.setattr(PartResults, "remove", lambda _: (_ for _ in ()).throw(Dead))
+        shardckpt.commit_plan(plan)
+    with pytest.raises(StorageError, match="a plan that was committed"):
+        shardckpt.run_task(plan, 0)
+    with pytest.raises(StorageError, match="a plan that was committed"):
+        ENDS[act](plan)
+    assert shardckpt.diff(step, tmp_path / "many").equal
+    assert sorted(os.listdir(tmp_path)) == ["many", "plan.json"]
+
+
+def test_a_late_task_does_not_keep_the_folder_of_a_plan(step, tmp_path, monkeypatch):
+    plan = tmp_path / "plan.json"
+    make_plan(plan, step, tmp_path / "many")
+    stored, left, rmdir = read_plan(plan), [3], os.rmdir
+
+    def write_first(path: str) -> None:
+        if left[0] and path == stored.folder:
+            left[0] -= 1
+            Path(path, f"late-{left[0]}").write_bytes(b"")
+        rmdir(path)
+
+    monkeypatch.setattr(os, "rmdir", write_first)
+    shardckpt.discard_plan(plan)
+    assert os.listdir(tmp_path) == ["plan.json"] and not left[0]
