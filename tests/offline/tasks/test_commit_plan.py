@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,25 @@ def test_a_late_task_does_not_keep_the_folder_of_a_plan(step, tmp_path, monkeypa
     monkeypatch.setattr(os, "rmdir", write_first)
     shardckpt.discard_plan(plan)
     assert os.listdir(tmp_path) == ["plan.json"] and not left[0]
+
+
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_a_task_of_a_plan_that_is_discarded_meanwhile_says_so(where, bucket, step, tmp_path):
+    plan, ended = tmp_path / "plan.json", 0
+    for number in range(1, 200):
+        plan.unlink(missing_ok=True)
+        shardckpt.plan_tasks(plan, "consolidate", step, f"{bucket}/many" if where == "store" else tmp_path / "many")
+        other, Bucket.requests = Interruption(number, "discard", plan), []
+        with on_a_store(other) if where == "store" else on_a_disk(other):
+            error = find_error(partial(shardckpt.run_task, number=0), plan)
+        if not other.was_made:
+            break
+        assert other.error is None, f"change {number}"
+        if error is None:  # it had ended
+            ended += 1
+        else:
+            assert isinstance(error, StorageError), f"change {number}"
+            assert "the folder of this plan is not here" in str(error), f"change {number}"
+        assert not Bucket.objects and os.listdir(tmp_path) == ["plan.json"], f"change {number}"
+        assert not Bucket.uploads, f"change {number}"
+    assert number > 5 and ended <= 1
