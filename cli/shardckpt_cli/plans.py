@@ -29,9 +29,10 @@ def has_planned(
         output.print_json(status)
     elif not quiet:
         last = status.task_count - 1
+        number = f"N, with N from 0 to {last}" if last else "0"
         print(
             f"planned {output.count(status.task_count, 'task')}, {output.size(status.nbytes)}: {path}\n"
-            f"next: shardckpt task {path} N, with N from 0 to {last}; then shardckpt commit {path}"
+            f"next: shardckpt task {path} {number}; then shardckpt commit {path}"
         )
     return True
 

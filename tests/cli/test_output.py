@@ -69,7 +69,15 @@ class TestPipes:
 
 
 class TestStatus:
-    """`shardckpt task --status` draws a bar on a terminal alone."""
+    """`--plan` and `shardckpt task` show how far a plan is; a bar is drawn on a terminal alone."""
+
+    def test_a_plan_with_one_task_names_it(self, tmp_path: Path) -> None:
+        shardckpt.save({"w": torch.ones(100)}, tmp_path / "step")
+        plan = tmp_path / "plan.json"
+        first, following = run_here("verify", tmp_path / "step", "--plan", plan).out.splitlines()
+        assert first.startswith("planned 1 task, ")
+        assert following == f"next: shardckpt task {plan} 0; then shardckpt commit {plan}"
+        assert run_here("task", plan, "0").out.startswith(f"1 part done\n{plan}: 1 of 1 task ended, ")
 
     @pytest.mark.parametrize("verb", ["consolidate", "verify"])
     def test_of_a_plan(self, verb: str, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def _decode_values(result: Mapping[str, Any], name: str, record: type, counts: r
     """Return a part's records. Raises FormatError for another number of them, or another form."""
     stored = result.get("values") or ()
     if counts is not None and len(stored) not in counts:
-        expected = f"{counts.start} to {counts.stop - 1} records"
+        expected = "1 record" if counts == range(1, 2) else f"{counts.start} to {counts.stop - 1} records"
         raise FormatError(
             "a result must have the records of its part", where=name, found=len(stored), expected=expected
         )

@@ -231,11 +231,12 @@ class PartResults:
         missing = find_missing_tasks(self._plan, done)
         if missing:
             self.require_started()  # another commit may have moved what was there
+            count, have = len(self._plan.tasks), "has" if len(missing) == 1 else "have"
             raise UsageError(
-                f"{len(missing)} of {len(self._plan.tasks)} tasks have not ended",
+                f"{len(missing)} of {count} task{'s' * (count != 1)} {have} not ended",
                 where=self._url,
                 found=f"no complete results from {format_numbers(missing)}",
-                fix="Run these tasks, then commit again.",
+                fix=f"Run {'this task' if len(missing) == 1 else 'these tasks'}, then commit again.",
             )
 
     def mark_commit(self) -> None:
@@ -304,4 +305,5 @@ def format_numbers(numbers: Sequence[int]) -> str:
         else:
             ranges.append([number, number])
     shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:20]]
-    return ",".join(shown) + (f" and {len(ranges) - 20} more ranges" if len(ranges) > 20 else "")
+    left = len(ranges) - len(shown)
+    return ",".join(shown) + (f" and {left} more range{'s' * (left != 1)}" if left else "")

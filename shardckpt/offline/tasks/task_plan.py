@@ -80,9 +80,9 @@ class TaskPlan:
     def get_task(self, number: int) -> tuple[WorkPart, ...]:
         """Return a task's parts. Raises UsageError."""
         if type(number) is not int or not 0 <= number < len(self.tasks):
-            raise UsageError(
-                "the number of a task must be in its plan", found=repr(number), expected=f"0 to {len(self.tasks) - 1}"
-            )
+            last = len(self.tasks) - 1
+            expected = f"0 to {last}" if last else "0, the only task"
+            raise UsageError("the number of a task must be in its plan", found=repr(number), expected=expected)
         return self.tasks[number]
 
     def encode(self) -> bytes:

@@ -147,8 +147,13 @@ def test_a_share_outside_its_range_is_refused(text):
 
 @pytest.mark.parametrize("number", [-1, 2, True, "0", 1.0])
 def test_a_number_outside_the_plan_is_refused(number):
-    with pytest.raises(UsageError, match="must be in its plan"):
+    with pytest.raises(UsageError, match=r"must be in its plan.* expected 0 to 1"):
         PLAN.get_task(number)
+
+
+def test_the_number_of_an_only_task_is_named():
+    with pytest.raises(UsageError, match="found 3; expected 0, the only task"):
+        replace(PLAN, tasks=PLAN.tasks[:1]).get_task(3)
 
 
 def test_a_task_is_chosen_in_one_way(tmp_path):
@@ -176,3 +181,4 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
 def test_numbers_are_written_as_ranges():
     assert format_numbers([0, 2, 3, 4, 9]) == "0,2-4,9"
     assert format_numbers([*range(0, 100, 2)]).endswith("and 30 more ranges")
+    assert format_numbers([*range(0, 42, 2)]).endswith("and 1 more range")
