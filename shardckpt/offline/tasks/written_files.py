@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardckpt.errors import FormatError, MissingFileError, UsageError
+from shardckpt.errors import FormatError, MissingFileError, TargetExistsError, UsageError
 from shardckpt.events.progress import OnProgress
 from shardckpt.native.payload import BLOCK_BYTES, HASH_BYTES
 from shardckpt.offline.results.contents import Report
@@ -36,6 +36,11 @@ from shardckpt.storage.replaceable import FileKind
 from shardckpt.storage.resolve_url import local_path, open_place, split
 
 __all__ = ["FileWork"]
+
+_DISCARD_ONE = (
+    "If another plan writes there, discard one of them (commit --discard). If it should stay, or is this plan's own"
+    " result, discard this plan. Else remove it, then commit again."
+)
 
 
 class FileWork:
@@ -118,8 +123,13 @@ class FileWork:
             watch.end_phase("publish")
             return layout
 
-        with write_by(publish_parts):
-            return self._call(**plan.arguments, on_progress=on_progress)
+        try:
+            with write_by(publish_parts):
+                return self._call(**plan.arguments, on_progress=on_progress)
+        except TargetExistsError as error:
+            if plan.arguments.get("overwrite"):
+                raise
+            raise TargetExistsError(error.what, where=error.where, found=error.found, fix=_DISCARD_ONE) from error
 
     def discard(self, plan: TaskPlan, *, has_commit: bool) -> None:
         """Remove files from a store without rename; on a disk they are in the plan's folder."""

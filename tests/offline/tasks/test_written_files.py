@@ -244,8 +244,9 @@ def test_two_plans_for_one_folder_of_a_store_have_files_of_their_own(bucket, ste
     for plan in plans.values():
         run_all(plan)
     for plan in plans.values():
-        with pytest.raises(TargetExistsError, match="the target holds files"):
+        with pytest.raises(TargetExistsError, match=r"the target holds files.* discard one of them") as refused:
             shardckpt.commit_plan(plan)
+        assert "overwrite" not in str(refused.value), "a commit takes no such option"
     shardckpt.discard_plan(plans["bf16"])
     shardckpt.commit_plan(plans["fp16"])
     shardckpt.consolidate(step, tmp_path / "one", dtype="fp16")
@@ -395,7 +396,7 @@ def test_a_target_that_appears_before_the_commit_stays(step, tmp_path):
     run_all(plan)
     shardckpt.consolidate(step, tmp_path / "many", dtype="bf16")
     old = read_files(tmp_path / "many")
-    with pytest.raises(TargetExistsError):
+    with pytest.raises(TargetExistsError, match=r"exists already\. If another plan .* remove it, then commit again"):
         shardckpt.commit_plan(plan)
     assert read_files(tmp_path / "many") == old
     shutil.rmtree(tmp_path / "many")
