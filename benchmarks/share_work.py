@@ -27,10 +27,10 @@ from goal_cases import Cases, Row, run_cases
 
 import shardckpt
 from shardckpt.offline.tasks.part_results import PartResults
-from shardckpt.offline.tasks.source_versions import read_version
 from shardckpt.offline.tasks.task_plan import read_plan
 from shardckpt.storage import local_publication
 from shardckpt.storage.publish import JoinedPublication
+from shardckpt.storage.resolve_url import read_version
 
 TENSORS, ROWS = 64, 8 << 20  # 2 GB of float32
 FILES, TENSORS_A_FILE, FILE_BYTES, TASKS = 20_000, 5, 2 << 30, 4096

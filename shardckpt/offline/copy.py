@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from shardckpt.native.stored_folders import StoredFolder, read_blocks, read_stor
 from shardckpt.native.verified_store import VerifiedStore
 from shardckpt.notebook import Result
 from shardckpt.offline.prune import StepInfo, describe_steps
-from shardckpt.offline.results.computed_parts import ComputedPart, compute_parts
+from shardckpt.offline.results.computed_parts import ComputedPart, announce_record, compute_parts
 from shardckpt.reader import NESTED_STEP, Source
 from shardckpt.readers.registry import checkpoint_in, find_nested_step
 from shardckpt.readers.run_start import require_start_of_run
@@ -38,7 +38,7 @@ from shardckpt.storage.local_publication import require_space
 from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import find_missing_files, publish, require_apart
 from shardckpt.storage.replaceable import find_replaceable_files, is_ignored
-from shardckpt.storage.resolve_url import as_url, kind, local_path, not_found_error, open_store, split
+from shardckpt.storage.resolve_url import as_url, kind, local_path, not_found_error, open_store, read_version, split
 from shardckpt.storage.store import Store, read_bytes
 from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.witness.files.record_file import copy_record
@@ -85,6 +85,8 @@ class CopiedFolder(NamedTuple):
     place: str  # name below the target; empty if it is the target
     save: str  # id of the step's save; empty if it is not a step any more
     files: tuple[str, ...]
+    file: str = ""  # one of the files, of which no other copy has the version; empty without one
+    version: str = ""
 
 
 class _Transfer(NamedTuple):
@@ -346,12 +348,14 @@ def _copy_group(
     group: Sequence[_Transfer], meter: Meter, *, overwrite: bool, dry_run: bool
 ) -> tuple[CopiedFolder, ...]:
     """Copy folders that the target lacks, and return these."""
-    missing = [transfer for transfer in group if not transfer.is_present]
-    for transfer in missing if not dry_run else ():
-        with _noticing_removal(transfer.folder):
-            _copy_folder(transfer, meter, overwrite=overwrite)
-    folders = ((transfer.shown, transfer.folder) for transfer in missing)
-    return tuple(CopiedFolder(shown, folder.name, folder.save, tuple(folder.sizes)) for shown, folder in folders)
+    copied = []
+    for transfer in group:
+        if not transfer.is_present:
+            folder = transfer.folder
+            record = CopiedFolder(transfer.shown, folder.name, folder.save, tuple(folder.sizes))
+            with nullcontext() if dry_run else _noticing_removal(folder):
+                copied.append(record if dry_run else _copy_folder(transfer, record, meter, overwrite=overwrite))
+    return tuple(copied)
 
 
 def _require_copied(transfers: Sequence[_Transfer]) -> None:
@@ -361,8 +365,8 @@ def _require_copied(transfers: Sequence[_Transfer]) -> None:
         raise MissingFileError("a copied step was removed meanwhile", where=gone[0], fix="Copy the run again.")
 
 
-def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
-    """Copy one folder, and publish it."""
+def _copy_folder(transfer: _Transfer, record: CopiedFolder, meter: Meter, *, overwrite: bool) -> CopiedFolder:
+    """Copy one folder, and publish it; return its record with the version."""
     folder = transfer.folder
     reused = _find_good_files(transfer, meter) if transfer.is_unfinished else frozenset()
     with publish(
@@ -374,8 +378,16 @@ def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
         prefix=folder.prefix,
         find_kept=lambda: read_referred_files(transfer.target) | reused if overwrite else reused,
     ) as publication:
-        _copy_files(folder, [name for name in folder.files if name not in reused], publication, meter)
+        new = [name for name in folder.files if name not in reused]
+        _copy_files(folder, new, publication, meter)
         meter.add(write_commit(folder, publication))
+        with suppress(MissingFileError):  # it replaces another at the commit
+            for name in new[:1]:
+                path = publication.find_written(name)
+                version = read_version(*split(path)) if path else read_version(transfer.target, name)
+                record = record._replace(file=name, version=version)
+                announce_record(record)
+    return record
 
 
 def _copy_witness(transfer: _Transfer) -> list[str]:

@@ -16,7 +16,7 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.node_folder import NodeFolder, SharedFolder, find_folder
 from shardckpt.storage.orphans import find_moved_aside
-from shardckpt.storage.store import ObjectStore, Store, SubfolderStore, convert_os_errors, storage_error
+from shardckpt.storage.store import ObjectStore, Store, SubfolderStore, check_name, convert_os_errors, storage_error
 
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 
@@ -270,3 +270,21 @@ def file_version(folder: str, name: str) -> str:
         except FileNotFoundError as error:
             raise MissingFileError("no such file", where=where) from error
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def read_version(url: str, name: str, *, of_source: bool = False) -> str:
+    """Return a file's size and a text that changes when it is replaced. Raises MissingFileError or StorageError.
+
+    `of_source` adds when its metadata changed, which no program sets: files may be replaced with their times. A commit
+    links what tasks wrote, which changes this time.
+    """
+    check_name(name, url)
+    path = local_path(url)
+    if path is None:
+        store = open_remote(url)
+        return f"{store.size(name)} {store.version(name)}"
+    where = os.path.join(path, name)
+    with convert_os_errors("cannot look at it", where):
+        status = os.stat(where)
+    times = (status.st_mtime_ns, status.st_ctime_ns) if of_source else (status.st_mtime_ns,)
+    return " ".join(map(str, (status.st_size, *times)))

@@ -26,17 +26,31 @@ class ComputedPart(NamedTuple):
 
 Compute: TypeAlias = "Callable[[Iterable[ComputedPart], type], Iterator[tuple[Any, ...]]]"
 
+Announce: TypeAlias = "Callable[[Any], object]"
+
 _given: ContextVar[Compute | None] = ContextVar("given", default=None)
+_announced: ContextVar[Announce | None] = ContextVar("announced", default=None)
 
 
 @contextmanager
-def compute_by(compute: Compute | None) -> Iterator[None]:
-    """Let verbs in this context take the values of parts from a function; None computes them."""
-    token = _given.set(compute)
+def compute_by(compute: Compute | None, announce: Announce | None = None) -> Iterator[None]:
+    """Let verbs in this context take the values of parts from a function; None computes them.
+
+    `announce` gets each record before what it describes is published.
+    """
+    token, announced = _given.set(compute), _announced.set(announce)
     try:
         yield
     finally:
         _given.reset(token)
+        _announced.reset(announced)
+
+
+def announce_record(record: object) -> None:
+    """Hand over a record of what is published next: if the process is killed then, somebody must know of it."""
+    announce = _announced.get()
+    if announce is not None:
+        announce(record)
 
 
 def compute_parts(parts: Iterable[ComputedPart], record: type) -> Iterator[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardckpt.encodings import typed_json
 from shardckpt.errors import FormatError
@@ -23,7 +23,15 @@ from shardckpt.storage.resolve_url import split
 
 __all__ = ["ComputedWork"]
 
-Undo = Callable[[Mapping[str, Any], Iterable[Any]], None]
+Records = tuple[Any, ...]
+
+
+class Undo(NamedTuple):
+    """How to undo what a verb wrote."""
+
+    record: type  # describes what was written
+    find: Callable[[Mapping[str, Any], Records], Records]  # from the verb's arguments: the records of what is there
+    remove: Callable[[Mapping[str, Any], Records], None]
 
 
 class _Ended(BaseException):
@@ -35,12 +43,11 @@ class ComputedWork:
 
     Args:
         call: The verb; takes its JSON arguments by name.
-        undo: Removes what the verb wrote, if it writes: takes its arguments and the records of some parts.
-        record: Class of these records.
+        undo: Removes what the verb wrote, if it writes.
     """
 
-    def __init__(self, call: Callable[..., Any], undo: Undo | None = None, record: type = object) -> None:
-        self._call, self._undo, self._record = call, undo, record
+    def __init__(self, call: Callable[..., Any], undo: Undo | None = None) -> None:
+        self._call, self._undo = call, undo
 
     def bind(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the verb's arguments by name. Raises UsageError."""
@@ -68,12 +75,11 @@ class ComputedWork:
         def compute_some(parts: Iterable[ComputedPart], _record: type) -> Iterator[tuple[Any, ...]]:
             for name, part in _name_parts(parts):
                 if name in left:
-                    with compute_by(None):
-                        values = part.compute()
+                    values = self._compute(plan, left[name], part, results)
                     written = left.pop(name)
-                    results.write(written, {"values": [typed_json.encode(value) for value in values]})
+                    results.write(written, _encode_values(values))
                     if self._undo is not None and not results.is_started():
-                        self._undo(plan.arguments, values)
+                        self._undo.remove(plan.arguments, values)
                         results.remove_late(written)
                         results.require_started()
             raise _Ended
@@ -81,6 +87,22 @@ class ComputedWork:
         self._run(compute_some, plan.arguments, on_progress)
         if left:
             raise changed_source_error(", ".join(list_paths(plan.arguments)))
+
+    def _compute(self, plan: TaskPlan, part: WorkPart, computed: ComputedPart, results: PartResults) -> Records:
+        """Return a part's records, also what a task published that was killed before it stored them."""
+        if self._undo is None:
+            with compute_by(None):
+                return computed.compute()
+        before = [*_decode_values(results.read_started(part), part.name, self._undo.record)]
+
+        def announce(record: object) -> None:
+            before.append(record)
+            results.write_started(part, _encode_values(before))
+
+        with compute_by(None, announce):
+            values = computed.compute()
+        done = self._undo.find(plan.arguments, tuple(before))
+        return (*values, *(record for record in done if record not in values))
 
     def is_done(self, plan: TaskPlan, part: WorkPart, result: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """Return True if a part has its values."""
@@ -103,8 +125,9 @@ class ComputedWork:
         if self._undo is None:
             return
         results = PartResults(plan)
-        for part in results.list_done():
-            self._undo(plan.arguments, _decode_values(results.read(part), part.name, self._record))
+        for part in {*results.list_started(), *results.list_done()}:
+            stored = results.read(part) or results.read_started(part)
+            self._undo.remove(plan.arguments, _decode_values(stored, part.name, self._undo.record))
 
     def _run(self, compute: Compute, arguments: Mapping[str, Any], on_progress: OnProgress | None) -> Any:
         takes_progress = "on_progress" in inspect.signature(self._call).parameters
@@ -113,6 +136,10 @@ class ComputedWork:
                 return self._call(**arguments, **({"on_progress": on_progress} if takes_progress else {}))
         except _Ended:
             return None
+
+
+def _encode_values(values: Iterable[Any]) -> dict[str, Any]:
+    return {"values": [typed_json.encode(value) for value in values]}
 
 
 def _decode_values(result: Mapping[str, Any], name: str, record: type, counts: range | None = None) -> tuple[Any, ...]:

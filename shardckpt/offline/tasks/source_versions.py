@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
@@ -11,29 +10,18 @@ from shardckpt.manifest import Manifest
 from shardckpt.native.run_directory import is_step_name, step_number
 from shardckpt.readers.step_paths import StepRange, resolve_range
 from shardckpt.storage.replaceable import files_below
-from shardckpt.storage.resolve_url import kind, local_path, open_remote, open_store, split, split_step_suffix
-from shardckpt.storage.store import check_name, convert_os_errors
+from shardckpt.storage.resolve_url import (
+    kind,
+    local_path,
+    open_remote,
+    open_store,
+    read_version,
+    split,
+    split_step_suffix,
+)
 from shardckpt.storage.thread_pool import ThreadPool
 
 _THREADS = 16  # requests at the same time on a remote store
-
-
-def read_version(url: str, name: str, *, of_source: bool = False) -> str:
-    """Return a file's size and a text that changes when it is replaced. Raises MissingFileError or StorageError.
-
-    `of_source` adds when its metadata changed, which no program sets: files may be replaced with their times. A commit
-    links what tasks wrote, which changes this time.
-    """
-    check_name(name, url)
-    path = local_path(url)
-    if path is None:
-        store = open_remote(url)
-        return f"{store.size(name)} {store.version(name)}"
-    where = os.path.join(path, name)
-    with convert_os_errors("cannot look at it", where):
-        status = os.stat(where)
-    times = (status.st_mtime_ns, status.st_ctime_ns) if of_source else (status.st_mtime_ns,)
-    return " ".join(map(str, (status.st_size, *times)))
 
 
 def read_versions(url: str, names: Collection[str], *, lists: bool = True) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from shardckpt.errors import UsageError
-from shardckpt.offline.tasks.computed_values import ComputedWork
+from shardckpt.offline.tasks.computed_values import ComputedWork, Undo
 from shardckpt.offline.tasks.work import Work
 from shardckpt.offline.tasks.written_files import FileWork
 
@@ -39,4 +39,4 @@ def find_work(verb: str) -> Work:
     if verb != "copy":
         return ComputedWork(call)
     copies = import_module("shardckpt.offline.tasks.copied_folders")
-    return ComputedWork(call, copies.remove_copies, copies.CopiedFolder)
+    return ComputedWork(call, Undo(copies.CopiedFolder, copies.find_copies, copies.remove_copies))

@@ -22,7 +22,6 @@ from shardckpt.offline.tasks.source_versions import (
     digest_paths,
     digest_sources,
     read_source_versions,
-    read_version,
     read_versions,
 )
 from shardckpt.offline.tasks.task_inputs import TaskInput, describe_blocks, encode_inputs, open_input, read_inputs
@@ -33,7 +32,7 @@ from shardckpt.offline.write.stream import OutputFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, require_files, start_publication
 from shardckpt.storage.replaceable import FileKind
-from shardckpt.storage.resolve_url import local_path, open_place, split
+from shardckpt.storage.resolve_url import local_path, open_place, read_version, split
 
 __all__ = ["FileWork"]
 

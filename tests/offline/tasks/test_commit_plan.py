@@ -14,7 +14,7 @@ import torch
 
 import shardckpt
 from shardckpt.errors import ShardckptError, StorageError
-from shardckpt.offline.tasks import part_results
+from shardckpt.offline.tasks import plan_folder
 from shardckpt.offline.tasks.part_results import PartResults
 from shardckpt.offline.tasks.task_plan import read_plan
 from tests.kit.stores.bucket import Bucket, Dead
@@ -108,7 +108,7 @@ def test_one_process_of_a_machine_ends_a_plan_at_a_time(first, second, overwrite
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_machines_that_see_no_locks_of_each_other_lose_nothing(first, second, overwrite, step, tmp_path, monkeypatch):
-    monkeypatch.setattr(part_results, "hold", lambda _: True)
+    monkeypatch.setattr(plan_folder, "hold", lambda _: True)
     plan, target = tmp_path / "plan.json", tmp_path / "many"
     shardckpt.consolidate(step, tmp_path / "one")
     expected, kinds = read_files(tmp_path / "one"), set()
@@ -164,7 +164,7 @@ def test_a_commit_overtaken_by_another_machine_says_so(step, tmp_path, monkeypat
         shardckpt.commit_plan(plan)
         return read_all(results, *arguments)
 
-    monkeypatch.setattr(part_results, "hold", lambda _: True)
+    monkeypatch.setattr(plan_folder, "hold", lambda _: True)
     monkeypatch.setattr(PartResults, "read_all", read_late)
     with pytest.raises(StorageError, match="the folder of this plan is not here"):
         shardckpt.commit_plan(plan)

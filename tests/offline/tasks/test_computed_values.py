@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,49 @@ def test_a_copy_that_ends_after_its_plan_was_discarded_is_removed(run, tmp_path,
     with pytest.raises(StorageError, match="the folder of this plan is not here"):
         shardckpt.run_task(tmp_path / "p", 0)
     assert list(read_files(tmp_path)) == ["p"]
+
+
+class Killed(BaseException):
+    """The task is gone."""
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_a_discard_removes_a_copy_whose_task_was_killed_before_its_result(where, repeat, bucket, run, tmp_path):
+    copied = f"{bucket}/copy" if where == "store" else str(tmp_path / "copy")
+    shardckpt.plan_tasks(tmp_path / "p", "copy", run, copied)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(PartResults, "write", lambda *_: (_ for _ in ()).throw(Killed))
+        shardckpt.run_task(tmp_path / "p", 0)
+    assert [step.number for step in shardckpt.ls(copied).complete] == [1]
+    if repeat:
+        shardckpt.run_task(tmp_path / "p", share="1/1")
+    shardckpt.discard_plan(tmp_path / "p")
+    assert [*read_files(tmp_path)] == ["p"] and not Bucket.objects
+
+
+def test_a_repeated_task_says_what_a_killed_one_copied(run, tmp_path):
+    shardckpt.plan_tasks(tmp_path / "p", "copy", run, tmp_path / "copy")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(PartResults, "write", lambda *_: (_ for _ in ()).throw(Killed))
+        shardckpt.run_task(tmp_path / "p", 0)
+    found = run_plan(tmp_path / "p")
+    assert found.copied == (step_name(1), step_name(2)) and found.present == ()
+
+
+@pytest.mark.parametrize("has_result", [False, True])
+def test_a_discard_keeps_the_same_step_if_another_process_copied_it(has_result, run, tmp_path):
+    """The task, or somebody, removed what it had copied, or it was killed before that was published."""
+    step = tmp_path / "copy" / step_name(1)
+    shardckpt.plan_tasks(tmp_path / "p", "copy", run, tmp_path / "copy")
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        if not has_result:
+            patch.setattr(PartResults, "write", lambda *_: (_ for _ in ()).throw(Killed))
+        shardckpt.run_task(tmp_path / "p", 0)
+    shutil.rmtree(step)
+    shardckpt.copy(run / step_name(1), step)
+    if not has_result:
+        shardckpt.run_task(tmp_path / "p", share="1/1")
+    shardckpt.discard_plan(tmp_path / "p")
+    assert [each.number for each in shardckpt.ls(tmp_path / "copy").complete] == [1]
+    assert shardckpt.verify(step).ok
