@@ -28,7 +28,6 @@ from shardckpt.native.manifest_json import (
 )
 from shardckpt.native.payload import (
     HF_INDEX,
-    BlockHasher,
     PayloadChunk,
     PayloadFile,
     hf_index,
@@ -43,7 +42,7 @@ from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, describe_lost, require_allowed
 from shardckpt.offline.write.conversion import FinalFiles, Hashes, Layout, PlannedFiles
-from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
+from shardckpt.offline.write.stream import OutputFile, PlainContent
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
@@ -167,26 +166,8 @@ def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
 
 
 def _step_file(payload: PayloadFile, arrays: Mapping[Path, OutputTensor]) -> OutputFile:
-    def encode(stream: TensorStream, writer: FileSink) -> bytes:
-        sink = _Hashed(writer)
-        sink.write(payload.header)
-        stream.write_parts((TensorPart(arrays[chunk.path], chunk.box) for chunk in payload.chunks), sink)
-        return sink.hasher.digests()
-
-    return OutputFile(payload.name, payload.nbytes, len(payload.chunks), encode)
-
-
-class _Hashed:
-    """Hashes bytes and passes them on."""
-
-    def __init__(self, writer: FileSink) -> None:
-        self._writer = writer
-        self.hasher = BlockHasher()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write and hash the next bytes. Raises StorageError."""
-        self._writer.write(data)
-        self.hasher.update(data)
+    tensors = tuple(arrays[chunk.path] for chunk in payload.chunks)
+    return PlainContent(payload.header, tensors, tuple(chunk.box for chunk in payload.chunks)).plan_file(payload.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,18 @@ reads its own alone. The commit plans again, and requires equal blocks.
 from __future__ import annotations
 
 import hashlib
+import operator
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, NamedTuple
 
+from shardckpt.boxes import Box, full_box, intersect
 from shardckpt.encodings import typed_json
 from shardckpt.encodings.typed_json import OMITTED
 from shardckpt.errors import FormatError
-from shardckpt.manifest import Manifest, Span, TensorEntry, dotted
+from shardckpt.manifest import Manifest, Piece, Span, TensorEntry, dotted
 from shardckpt.native.reader import NativeReader, find_hashes
 from shardckpt.native.records import ArrayRecord, Count, Dtype, FileRecord, require_hashes, require_rows
 from shardckpt.native.verified_store import VerifiedStore
@@ -43,19 +45,28 @@ class _InputFile(NamedTuple):
     hashes: Annotated[bytes | None, OMITTED] = None  # of its blocks or groups, in a native step
 
 
+class _Box(NamedTuple):
+    """A box in a tensor."""
+
+    offset: tuple[Count, ...]
+    size: tuple[Count, ...]
+
+
 class _InputTensor(NamedTuple):
     """A tensor to write, from contiguous pieces."""
 
     dtype: Dtype  # as written
     stored: ArrayRecord
+    box: Annotated[_Box | None, OMITTED] = None  # the part that is written; None for all
 
 
 class _PlainFile(NamedTuple):
-    """A file to write: a header and full tensors."""
+    """A file to write: a header, and full tensors or one part of each."""
 
     name: str
     header: bytes
     tensors: tuple[_InputTensor, ...]
+    is_hashed: Annotated[bool, OMITTED] = False  # it has parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +135,40 @@ def _with_parts(
 ) -> TaskInput:
     numbers: dict[str, int] = {}
     parts = tuple(
-        _PlainFile(name, content.header, tuple(_describe_tensor(tensor, numbers) for tensor in content.tensors))
+        _PlainFile(name, content.header, tuple(_describe_tensors(content, numbers)), content.boxes is not None)
         for name, content in contents.items()
         if content is not None
     )
     return replace(new, files=tuple(files[name] for name in numbers), parts=parts)
 
 
-def _describe_tensor(tensor: OutputTensor, numbers: dict[str, int]) -> _InputTensor:
-    """Return a tensor as data; new source files get the next numbers."""
-    rows = array("Q")
-    for box, file, layout in tensor.entry.pieces:
-        rows.extend((numbers.setdefault(file, len(numbers)), layout.offset, *box.offset, *box.size))
-    return _InputTensor(tensor.dtype, ArrayRecord((tensor.name,), tensor.entry.stored, tensor.shape, rows))
+def _describe_tensors(content: PlainContent, numbers: dict[str, int]) -> Iterator[_InputTensor]:
+    """Yield tensors as data; new source files get the next numbers."""
+    for tensor, part in zip(content.tensors, content.boxes or [None] * len(content.tensors), strict=True):
+        full, pieces = _find_needed(tensor, part)
+        rows = array("Q")
+        for box, file, layout in pieces:
+            start = _move(box, full).offset
+            rows.extend((numbers.setdefault(file, len(numbers)), layout.offset, *start, *box.size))
+        record = ArrayRecord((tensor.name,), tensor.entry.stored, full.size, rows)
+        yield _InputTensor(tensor.dtype, record, None if part is None else _Box(*_move(part, full)))
+
+
+def _find_needed(tensor: OutputTensor, part: Box | None) -> tuple[Box, Sequence[Piece]]:
+    """Return the pieces with elements of a part, and the box that they fill; all pieces if they fill none."""
+    full, pieces = full_box(tensor.shape), tensor.entry.pieces
+    needed = [piece for piece in pieces if part is not None and intersect(piece.box, part) is not None]
+    if part is None or not needed or not part.size:
+        return full, pieces
+    offset = tuple(map(min, zip(*(piece.box.offset for piece in needed), strict=True)))
+    stop = map(max, zip(*(piece.box.stop for piece in needed), strict=True))
+    filled = Box(offset, tuple(map(operator.sub, stop, offset)))
+    return (filled, needed) if sum(piece.box.volume for piece in needed) == filled.volume else (full, pieces)
+
+
+def _move(box: Box, start: Box) -> Box:
+    """Return a box with its offset from the start of another."""
+    return Box(tuple(map(operator.sub, box.offset, start.offset)), box.size)
 
 
 def describe_blocks(blocks: Sequence[bytes]) -> tuple[Block, ...]:
@@ -195,10 +227,18 @@ def open_input(found: TaskInput, planned: Mapping[str, int]) -> tuple[Reader, li
         entries = locate(reader, reader.manifest, [read(tensor.stored) for tensor in part.tensors])
         tensors = zip(entries, part.tensors, strict=True)
         made = tuple(OutputTensor(dotted(entry.path), entry, tensor.dtype) for entry, tensor in tensors)
-        files.append(PlainContent(part.header, made).plan_file(part.name))
+        boxes = tuple(_read_box(tensor, f"{where} to {part.name}") for tensor in part.tensors)
+        files.append(PlainContent(part.header, made, boxes if part.is_hashed else None).plan_file(part.name))
         if files[-1].nbytes != planned[part.name]:
             raise _not_planned_error(part.name, f"{files[-1].nbytes} bytes")
     return reader, files
+
+
+def _read_box(tensor: _InputTensor, where: str) -> Box:
+    box = full_box(tensor.stored.shape) if tensor.box is None else Box(*tensor.box)
+    if not box.within(tensor.stored.shape):
+        raise _not_planned_error(where, f"a part at {box}")
+    return box
 
 
 def _read_entry(record: ArrayRecord, *, names: Sequence[str], where: str) -> TensorEntry:

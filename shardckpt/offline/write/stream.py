@@ -14,6 +14,7 @@ from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.events.progress import Meter
 from shardckpt.manifest import Encoded
+from shardckpt.native.payload import BlockHasher
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.worker_pool import PoolTask, WorkerPool
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, most_elements, steps
@@ -339,21 +340,41 @@ class OutputFile:
 
 
 class PlainContent(NamedTuple):
-    """The content of a file that is a header and then full tensors."""
+    """The content of a file that is a header and then full tensors, or parts of tensors."""
 
     header: bytes
     tensors: tuple[OutputTensor, ...]
+    boxes: tuple[Box, ...] | None = None  # one part of each tensor, and the file's blocks are hashed
 
     def encode(self, stream: TensorStream, writer: FileSink) -> bytes:
-        """Write the file; it has no block hashes. Raises StorageError."""
+        """Write the file, and return the hashes of its blocks, if it has any. Raises StorageError."""
+        if self.boxes is not None:
+            sink = _Hashed(writer)
+            sink.write(self.header)
+            stream.write_parts(map(TensorPart, self.tensors, self.boxes), sink)
+            return sink.hasher.digests()
         writer.write(self.header)
         stream.write_tensors(self.tensors, writer)
         return b""
 
     def plan_file(self, name: str) -> OutputFile:
         """Return the file that has this content."""
-        size = len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
-        return OutputFile(name, size, len(self.tensors), self.encode, self)
+        volumes = [box.volume for box in self.boxes or [full_box(tensor.shape) for tensor in self.tensors]]
+        sizes = (nbytes(tensor.dtype, volume) for tensor, volume in zip(self.tensors, volumes, strict=True))
+        return OutputFile(name, len(self.header) + sum(sizes), len(self.tensors), self.encode, self)
+
+
+class _Hashed:
+    """Hashes bytes and passes them on."""
+
+    def __init__(self, writer: FileSink) -> None:
+        self._writer = writer
+        self.hasher = BlockHasher()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write and hash the next bytes. Raises StorageError."""
+        self._writer.write(data)
+        self.hasher.update(data)
 
 
 def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:

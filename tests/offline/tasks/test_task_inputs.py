@@ -90,7 +90,7 @@ def test_a_block_of_a_step_is_checked_as_it_is_read(sources, tmp_path):
 
 
 def test_inputs_that_are_too_large_or_need_code_leave_the_verbs_own_call(sources, tmp_path, monkeypatch):
-    shardckpt.plan_tasks(tmp_path / "p", "reshard", sources / "hf", tmp_path / "steps", world_size=2)
+    shardckpt.plan_tasks(tmp_path / "p", "reshard", sources / "hf", tmp_path / "steps", world_size=2, to="dcp")
     monkeypatch.setattr(task_inputs, "MAX_PLAN_BYTES", 100)
     shardckpt.plan_tasks(tmp_path / "q", "consolidate", sources / "hf", tmp_path / "many", **OPTIONS)
     for name in ("p", "q"):
@@ -159,6 +159,28 @@ def test_a_hostile_block_is_a_typed_error_and_writes_no_result(change, plan):
     assert not list(Path(new.staging).glob("*.safetensors"))
 
 
+@pytest.fixture
+def ranks(sources: Path, tmp_path: Path) -> Path:
+    """A plan of seven tasks, whose files have parts of tensors of three files."""
+    shardckpt.plan_tasks(tmp_path / "plan", "reshard", sources / "native-3", tmp_path / "many", world_size=7)
+    return tmp_path / "plan"
+
+
+@pytest.mark.parametrize("box", [[[5, 0], [10**9, 1]], [[-1, 0], [1, 1]], [[0], [1]], [[0, 0], [1, 1], [1, 1]], "all"])
+def test_a_hostile_part_is_a_typed_error_and_writes_no_result(box, ranks):
+    new = rewrite(ranks, lambda block: block["parts"][0][2][0].__setitem__(2, box))
+    with pytest.raises(ShardckptError):
+        shardckpt.run_task(ranks, 0)
+    assert not list(Path(new.staging).glob("*.safetensors"))
+
+
+def test_a_task_has_the_pieces_that_its_parts_need_alone(ranks):
+    stored = read_plan(ranks)
+    block = json.loads(Path(stored.folder, "inputs").read_bytes()[: stored.inputs[0].end])
+    assert len(block["files"]) == 1, "one rank of three has the first seventh of all rows"
+    assert all(len(tensor[1][3]) == 6 for tensor in block["parts"][0][2])
+
+
 def test_a_task_that_wrote_other_bytes_than_the_call_is_not_published(plan, tmp_path):
     """The block has another tensor's bytes, of the same size."""
     rewrite(plan, lambda block: block["parts"][0][2][0][1][3].__setitem__(1, 512))
@@ -200,3 +222,16 @@ def test_a_source_replaced_with_its_size_and_time_is_refused(sources, tmp_path):
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(UsageError, match="changed since the plan was made"):
         shardckpt.run_task(tmp_path / "p", 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 7])
+@pytest.mark.parametrize("name", ["hf", "native", "native-3", "dcp"])
+def test_tasks_that_open_no_source_write_the_files_of_ranks(name, ranks, sources, tmp_path, monkeypatch):
+    shardckpt.plan_tasks(tmp_path / "p", "reshard", sources / name, tmp_path / "many", world_size=ranks)
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "open_reader", lambda *_: pytest.fail("a task opened the source"))
+        run_all(tmp_path / "p")
+    shardckpt.commit_plan(tmp_path / "p")
+    verified = shardckpt.verify(tmp_path / "many")
+    assert verified.ok and "checksums" in verified.checks
+    assert shardckpt.diff(sources / name, tmp_path / "many").same
