@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -165,6 +166,7 @@ class Machine:
             (WATCH, SimpleNamespace(waiting=lambda _where: nullcontext())),
             (secrets, Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),
             (threading, Twin(threading, **self._primitives())),
+            (weakref, Twin(weakref, finalize=SimulatedFinalizer)),
             *((getattr(threading, name), twin) for name, twin in self._primitives().items()),
             (queue.SimpleQueue, lambda: SimulatedQueue(scheduler)),
             (ThreadPool, InlineExecutor),
@@ -312,6 +314,20 @@ class SimulatedThread:
     def is_alive(self) -> bool:
         """Return True until the thread ends."""
         return self._task is not None and not self._task.is_over
+
+
+class SimulatedFinalizer:
+    """A call at an object's end, if the object keeps this: the list of `weakref.finalize` would keep the history."""
+
+    def __init__(self, value: object, act: Callable[..., object], *args: object) -> None:
+        self._act: Callable[[], object] | None = partial(act, *args)
+        self._value = weakref.ref(value, self)
+
+    def __call__(self, _: object = None) -> None:
+        """Make the call, once."""
+        act, self._act = self._act, None
+        if act is not None:
+            act()
 
 
 class SimulatedLock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.simulation import StreamScenario, run_stream_history
 from tests.simulation.faults import PlannedFault
+from tests.simulation.scheduler import Scheduler
 from tests.simulation.stream_history import STREAM_FAULTS
 
 FEW = 200  # each mutant in `test_stream_mutants` is found within so many
@@ -36,6 +38,15 @@ def test_all_claims_hold_in_many_histories_of_a_stream(first: int) -> None:
 def test_a_seed_gives_the_same_history_of_a_stream() -> None:
     for seed in (2, 5, 11):
         assert run_stream_history(seed).events == run_stream_history(seed).events
+
+
+def test_a_history_of_a_server_with_a_mirror_leaves_no_object_in_memory() -> None:
+    def find_schedulers() -> set[int]:
+        return {id(each) for each in gc.get_objects() if type(each) is Scheduler}
+
+    before = find_schedulers()
+    assert run_stream_history(1, StreamScenario("disk", mirrors=(True,))).failure is None
+    assert find_schedulers() <= before, "a campaign would need more and more memory"
 
 
 @pytest.mark.parametrize("store", ["disk", "bucket"])
