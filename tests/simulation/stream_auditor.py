@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from shardckpt.encodings.typed_json import load
@@ -48,6 +48,7 @@ class StreamAuditor:
     removed: set[Version] = field(default_factory=set)
     is_quiet: Callable[[], bool] = lambda: False  # without a fault so far
     _seen: int = -1
+    _marks: Mapping[str, object] | None = None  # each `COMMIT.json` at the last look
     _epochs: dict[int, int] = field(default_factory=dict)  # publisher by epoch
     _acknowledged: set[int] = field(default_factory=set)
     _activated: dict[str, Version] = field(default_factory=dict)  # last version by receiver
@@ -64,6 +65,9 @@ class StreamAuditor:
     def _look(self) -> None:
         files = self.storage.list_files()
         marks = {name: mark for name, mark in files.items() if name.endswith(_MARK)}
+        if marks == self._marks:
+            return
+        self._marks = marks
         for name, mark in marks.items():
             version = Version.from_folder(name[: -len(_MARK)])
             if version is None:
@@ -196,7 +200,7 @@ class StreamAuditor:
         if self.versions and STREAM not in files:
             raise HistoryError(f"a power failure took {STREAM}")
         self._activated.clear()
-        self._seen = -1
+        self._seen, self._marks = -1, None
 
 
 def require_typed(error: BaseException) -> None:

@@ -7,12 +7,17 @@ import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
 from typing import Any, Literal
 
+from numpy.typing import NDArray
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.encodings.typed_json import load
 from shardckpt.errors import PublisherReplacedError, ShardckptError, SourceNotFoundError
 from shardckpt.storage import fsspec_writer
+from shardckpt.stream.format.digest import Digest, digest_box
 from shardckpt.tiers.peers.node_files import Node
 from tests.simulation.faults import BUCKET, COMMON, DISK, LONGEST_STALL_S, FaultKind, Faults, PlannedFault, plan_faults
 from tests.simulation.network import SimulatedRanks
@@ -38,6 +43,7 @@ _LONGEST_HEAD_START_S = 5.0  # of a publisher, before another one comes
 _FINAL_EVENTS = 6_000  # publishing and receiving must work again within so many events after the last fault
 _EARLY = ("no stream of weights is here", "no version is published here")  # also within errors of other ranks
 _APPLIES = frozenset({"apply"})
+_MAX_LOADED = 64  # JSON files whose records are remembered: they are read again and again
 STREAM_FAULTS = (
     FaultKind("engine fails", _APPLIES, BROKEN),
     FaultKind("kill while applying", _APPLIES),
@@ -194,12 +200,37 @@ def _run(history: StreamHistory) -> None:
 
 
 class _StreamMachine(Machine):
-    """A machine on which the seed gives ids, too."""
+    """A machine on which the seed gives ids, too, and which remembers the results of pure functions."""
 
     def twins(self) -> list[tuple[object, object]]:
         """Return pairs: a value that modules refer to, and its simulated twin."""
         chance = self.scheduler.random
-        return [*super().twins(), (uuid, Twin(uuid, uuid4=lambda: uuid.UUID(bytes=chance.randbytes(16))))]
+        return [
+            *super().twins(),
+            (uuid, Twin(uuid, uuid4=lambda: uuid.UUID(bytes=chance.randbytes(16)))),
+            (digest_box, _remember_digests()),
+            (load, _remember_records()),
+        ]
+
+
+def _remember_digests() -> Callable[..., Digest]:
+    """Return a caching `digest_box`: the same small boxes are digested again and again."""
+    known: dict[object, Digest] = {}
+
+    def digest(values: NDArray[Any], shape: Shape, box: Box) -> Digest:
+        key = values.tobytes(), values.dtype, values.size, shape, box
+        found = known.get(key)
+        if found is None:
+            found = known[key] = digest_box(values, shape, box)
+        return found
+
+    return digest
+
+
+def _remember_records() -> Callable[..., Any]:
+    """Return a caching `load`."""
+    remembered = lru_cache(_MAX_LOADED)(load)
+    return lambda kind, data, **options: remembered(kind, bytes(data), **options)
 
 
 class _StreamRun:

@@ -45,7 +45,7 @@ def test_a_history_of_a_server_with_a_mirror_leaves_no_object_in_memory() -> Non
         return {id(each) for each in gc.get_objects() if type(each) is Scheduler}
 
     before = find_schedulers()
-    assert run_stream_history(1, StreamScenario("disk", mirrors=(True,))).failure is None
+    assert run_stream_history(1, StreamScenario("bucket", mirrors=(True,))).failure is None
     assert find_schedulers() <= before, "a campaign would need more and more memory"
 
 
