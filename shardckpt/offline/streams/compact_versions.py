@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from shardckpt.errors import SourceNotFoundError, TargetExistsError, UsageError, require_bools
@@ -16,7 +16,8 @@ from shardckpt.offline.targets.target_registry import find_rank_target
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.stream.format.stream_folder import StreamFolder
-from shardckpt.stream.format.stream_records import ANCHOR
+from shardckpt.stream.format.stream_records import ANCHOR, VersionCommit
+from shardckpt.stream.receive.version_chooser import VersionChooser
 from shardckpt.stream.retention.prune_stream import prune_stream
 from shardckpt.stream.versions.version_list import VersionList, list_versions
 
@@ -46,7 +47,7 @@ def compact_versions(
         Versions that are left, in order, and the numbers of removed ones; with `dry_run` those that would go now.
 
     Raises:
-        SourceNotFoundError: No stream with a version is here.
+        SourceNotFoundError: No stream with a version is here, or the newest version was removed meanwhile.
         UsageError: `keep_anchors` is less than 1, or `keep` has something else than numbers.
         CheckpointError: A version cannot be read. Nothing is removed.
         StorageError: The store failed.
@@ -63,9 +64,25 @@ def compact_versions(
     if not (dry_run or folder.has_anchor(newest.version)):
         path = f"{url.rstrip('/')}/{newest.version.folder}"
         anchor, ranks = f"{path}/{ANCHOR}", RankOptions(1, parse_size("5GB"))
-        with suppress(TargetExistsError):  # the publisher, or another compaction, was faster
+        # Its files stay while they are read. The publisher, or another compaction, may write the anchor first.
+        with _keep_readable(folder, newest), suppress(TargetExistsError):
             write_all(path, anchor, find_rank_target("native", anchor), ranks, Options(), on_progress)
     removed = []
     if keep_anchors is not None:
         removed = prune_stream(folder, keep_anchors=keep_anchors, kept=frozenset(keep), dry_run=dry_run)
     return replace(list_versions(src), removed=tuple(version.number for version in removed))
+
+
+@contextmanager
+def _keep_readable(folder: StreamFolder, commit: VersionCommit) -> Iterator[None]:
+    """Lease a version and what leads to it. Raises SourceNotFoundError if a removal was faster."""
+    chooser = VersionChooser(folder)
+    try:
+        doomed = chooser.take_lease(commit, None, (None,))
+        if commit.version in doomed or not folder.has_commit(commit.version):
+            raise SourceNotFoundError(
+                "the version was removed meanwhile", where=folder.url, found=commit.version, fix="Compact it again."
+            )
+        yield
+    finally:
+        chooser.release()
