@@ -34,6 +34,7 @@ from shardckpt.native.commit import decode_commit
 from shardckpt.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.native.step_copies import read_mounts
 from shardckpt.native.verified_store import BlockMemory
+from shardckpt.offline.targets.target_registry import list_targets
 from shardckpt.ranks.process_group import GROUPS
 from shardckpt.ranks.wait_notice import announce_wait
 from shardckpt.readers.registry import iter_formats
@@ -261,6 +262,7 @@ def _import_late() -> None:
     for name in _LATE:
         import_module(name)
     list(iter_formats())
+    list_targets()
 
 
 class _Slot(NamedTuple):
