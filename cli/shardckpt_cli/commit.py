@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -35,6 +37,18 @@ def commit(
         options.refuse_idle(True, "with --discard", {"--json": as_json})
         shardckpt.discard_plan(plan)
         return
-    with output.show_progress(quiet=as_json) as on_progress:
-        result = shardckpt.commit_plan(plan, on_progress=on_progress)
-    _SHOW[type(result).__name__](result, as_json=as_json)  # type: ignore[operator]
+    exits: list[typer.Exit] = []
+    with ExitStack() as progress:
+
+        def show(result: object) -> None:
+            progress.close()
+            try:
+                _SHOW[type(result).__name__](result, as_json=as_json)  # type: ignore[operator]
+            except typer.Exit as wanted:  # a verdict, not a failure
+                exits.append(wanted)
+            sys.stdout.flush()
+
+        on_progress = progress.enter_context(output.show_progress(quiet=as_json))
+        shardckpt.commit_plan(plan, on_progress=on_progress, on_result=show)
+    for wanted in exits:
+        raise wanted

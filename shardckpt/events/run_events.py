@@ -176,7 +176,7 @@ class PreemptionEvent(OperationEvent):
 
     def describe_result(self) -> str:
         """Return what was saved, and the counters, as text."""
-        left = "an unknown time" if self.grace_s is None else f"{self.grace_s:.1f} s"
+        left = "an unknown time" if self.grace_s is None else f"{max(self.grace_s - self.seconds, 0.0):.1f} s"
         saved = f"step {self.step} is in {' and '.join(self.committed)}" if self.committed else "no step is saved"
         survives = f", survives losing {', '.join(self.survives)}" if self.survives else ""
         counts = f"notices: {self.notices}, saves begun: {self.saves_begun}, committed: {self.saves_committed}"

@@ -249,7 +249,7 @@ class NoticeSaves:
         if not committed:
             found = "; ".join(warnings) or "the save did not end"
             error = StorageError("no save was committed after the notice", where=self._root, found=found)
-        elif not planned.chosen.fits:
+        elif not planned.chosen.fits and any(place.seconds is not None for place in planned.expected):
             warnings.append("no place was expected to fit into the time left")
         has_copies = self._copied == planned.number
         machines = planned.share.machines if has_copies else 1

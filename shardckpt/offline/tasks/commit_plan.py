@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from shardckpt.events.progress import OnProgress
@@ -16,12 +17,18 @@ __all__ = ["commit_plan", "discard_plan"]
 CommittedResult = Report | Copied | Verification | Statistics | Comparison | History
 
 
-def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> CommittedResult:
+def commit_plan(
+    plan: PathText,
+    *,
+    on_progress: OnProgress | None = None,
+    on_result: Callable[[CommittedResult], object] | None = None,
+) -> CommittedResult:
     """Publish the result of a plan once all of its tasks have ended.
 
     Args:
         plan: Path or URL of the plan.
         on_progress: As for the planned function.
+        on_result: Called with the result. If it fails, the results of a plan without output files stay: commit again.
 
     Returns:
         Result of the planned function.
@@ -36,7 +43,11 @@ def commit_plan(plan: PathText, *, on_progress: OnProgress | None = None) -> Com
     with results.end_alone():
         found = results.read_all(partial(work.is_done, stored))
         result: CommittedResult = work.commit(stored, found, on_progress)
+        if on_result is not None and not stored.staging:
+            on_result(result)
         results.remove_committed()
+    if on_result is not None and stored.staging:
+        on_result(result)
     return result
 
 

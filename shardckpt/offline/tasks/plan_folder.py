@@ -21,7 +21,12 @@ __all__ = ["PlanFolder"]
 
 _PLAN, _COMMIT, _DISCARD = "plan.json", "commit-", "discard"
 _DISCARDED, _COMMITTED = b'{"discarded": true}\n', b'{"committed": true}\n'  # in place of the plan
-_ENDS = {_DISCARDED: "a plan that was discarded", _COMMITTED: "a plan that was committed"}
+_RESTS = b"no plan"  # a commit or a discard did not remove all of the folder
+_ENDS = {
+    _DISCARDED: "a plan that was discarded",
+    _COMMITTED: "a plan that was committed",
+    _RESTS: "rests of a plan that had ended, which are removed now",
+}
 _MAX_REMOVALS = 100  # of a folder that late tasks write into; each writes at most once more
 
 
@@ -41,6 +46,7 @@ class PlanFolder:
         self._plan, self._url = plan, url or plan.folder
         self._store: Store = open_place(plan.folder)
         self._encoded = plan.encode()
+        self._is_removed = False  # by this process, at least in part
 
     def start(self, inputs: Sequence[bytes]) -> None:
         """Make the plan's folders, and write inputs and plan, by which tasks know it. Raises StorageError."""
@@ -84,9 +90,9 @@ class PlanFolder:
         lock = self._lock()
         try:
             found = self._read_plan()
-            if found == _COMMITTED:
-                self.remove()  # the commit was killed amid this
-                raise self._ended_error(found)
+            if found == _COMMITTED or (not found and lock != -1):
+                self.remove()  # the commit or the discard failed or was killed amid this
+                raise self._ended_error(found or _RESTS)
             with self.explain_end(or_discarded=or_discarded):
                 self.require_started(or_discarded=or_discarded)
                 yield
@@ -111,7 +117,8 @@ class PlanFolder:
         try:
             yield
         except ShardckptError:
-            self.require_started(or_discarded=or_discarded)
+            if not self._is_removed:
+                self.require_started(or_discarded=or_discarded)
             raise
 
     def _read_plan(self) -> bytes:
@@ -169,6 +176,7 @@ class PlanFolder:
 
     def remove(self) -> None:
         """Remove the folder of the plan. Raises StorageError."""
+        self._is_removed = True
         parent, name = split(self._plan.folder)
         for left in reversed(range(_MAX_REMOVALS)):
             try:

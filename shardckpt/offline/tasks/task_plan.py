@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from shardckpt.errors import FormatError, ShardckptError, UnsupportedError, UsageError
+from shardckpt.errors import FormatError, MissingFileError, ShardckptError, UnsupportedError, UsageError
 from shardckpt.plan.layout.output_files import share_out
 from shardckpt.storage.resolve_url import as_url, fix_folder, open_store, split, split_step_suffix
 from shardckpt.storage.store import read_bytes
@@ -169,7 +169,10 @@ def read_plan(path: str | os.PathLike[str]) -> TaskPlan:
     url = as_url(path)
     parent, name = split(url)
     store = open_store(parent)
-    size = store.size(name)
+    try:
+        size = store.size(name)
+    except MissingFileError as error:
+        raise MissingFileError("there is no plan", where=url, fix="Name the file that --plan wrote.") from error
     if size > MAX_PLAN_BYTES:
         raise FormatError(
             "a plan must be small", where=url, found=f"{size} bytes", expected=f"at most {MAX_PLAN_BYTES}"

@@ -93,7 +93,7 @@ class TestTheReport:
         assert event.expected_s == {"memory": 1.5, "root": 3.0}
         lines = [record.message for record in caplog.records if record.message.startswith("preemption")]
         assert lines == [
-            "preemption s3://bucket/run: 3.00 s, 10.0 s left, step 9 is in memory and root, survives losing process, "
+            "preemption s3://bucket/run: 3.00 s, 7.0 s left, step 9 is in memory and root, survives losing process, "
             "node, 2 nodes, leaving nodes (notices: 1, saves begun: 1, committed: 1)"
         ]
 
@@ -193,6 +193,12 @@ class TestTheReport:
         run.plan(5, names=("root",))
         run.end("root", 9)
         assert run.events[0].warnings == ("no place was expected to fit into the time left",)
+
+    def test_without_a_measured_save_nothing_was_expected(self):
+        run = Run()
+        run.plan(5, names=("root",))
+        run.end("root", 9)
+        assert run.events[0].warnings == ()
 
 
 class TestAStepThatDoesNotEnd:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -184,6 +185,60 @@ def test_a_commit_killed_while_it_removes_the_plan_is_known(act, step, tmp_path,
     with pytest.raises(StorageError, match="a plan that was committed"):
         ENDS[act](plan)
     assert shardckpt.diff(step, tmp_path / "many").equal
+    assert sorted(os.listdir(tmp_path)) == ["many", "plan.json"]
+
+
+@pytest.mark.parametrize("act", ENDS)
+def test_the_rest_of_a_folder_is_removed_by_the_next_call(act, step, tmp_path):
+    """A discard was killed after it had removed the folder's copy of the plan."""
+    plan = tmp_path / "plan.json"
+    make_plan(plan, step, tmp_path / "many")
+    Path(read_plan(plan).folder, "plan.json").unlink()
+    with pytest.raises(StorageError, match="rests of a plan that had ended, which are removed now"):
+        ENDS[act](plan)
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_removal_that_fails_says_why(step, tmp_path, monkeypatch):
+    plan = tmp_path / "plan.json"
+    make_plan(plan, step, tmp_path / "many")
+    stored, rmdir = read_plan(plan), os.rmdir
+
+    def refuse(path: str) -> None:
+        if path == stored.folder:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        rmdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        with pytest.raises(StorageError, match=os.strerror(errno.EPERM)):
+            shardckpt.discard_plan(plan)
+    with pytest.raises(StorageError, match="removed now"):
+        shardckpt.discard_plan(plan)
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_verdict_that_could_not_be_written_stays_until_the_next_commit(step, tmp_path):
+    plan = tmp_path / "plan.json"
+    shardckpt.plan_tasks(plan, "verify", step, tasks=1)
+    shardckpt.run_task(plan, 0)
+
+    def fail(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        shardckpt.commit_plan(plan, on_result=fail)
+    seen: list[object] = []
+    result = shardckpt.commit_plan(plan, on_result=seen.append)
+    assert seen == [result] and result.ok
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_result_that_was_published_is_not_kept_for_its_report(step, tmp_path):
+    plan = tmp_path / "plan.json"
+    make_plan(plan, step, tmp_path / "many")
+    with pytest.raises(ZeroDivisionError):
+        shardckpt.commit_plan(plan, on_result=lambda _: 1 / 0)
     assert sorted(os.listdir(tmp_path)) == ["many", "plan.json"]
 
 
