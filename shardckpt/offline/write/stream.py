@@ -14,7 +14,6 @@ from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.events.progress import Meter
 from shardckpt.manifest import Encoded
-from shardckpt.native.payload import BlockHasher
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.worker_pool import PoolTask, WorkerPool
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, most_elements, steps
@@ -368,6 +367,8 @@ class _Hashed:
     """Hashes bytes and passes them on."""
 
     def __init__(self, writer: FileSink) -> None:
+        from shardckpt.native.payload import BlockHasher  # noqa: PLC0415  (most files have no hashes)
+
         self._writer = writer
         self.hasher = BlockHasher()
 
