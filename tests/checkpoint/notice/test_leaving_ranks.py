@@ -26,6 +26,7 @@ from shardckpt.checkpoint.save.planner import SavePlanner
 from shardckpt.checkpoint.save.session import SaveSession
 from shardckpt.errors import RankError
 from shardckpt.events import PreemptionEvent, SaveEvent
+from tests.kit.ranks import harness
 from tests.kit.ranks.harness import Outcome, outcomes, run
 from tests.kit.runs.tier_runs import enter, is_alive, wait_for
 from tests.kit.runs.tier_runs import sharded_state as shard_over_all
@@ -38,6 +39,12 @@ PHASES: dict[str, tuple[type, str]] = {
     "writing": (SaveSession, "write"),
     "committing": (SaveSession, "commit"),
 }
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that stay continue for long after others are killed: on a busy machine, a save takes seconds."""
+    monkeypatch.setattr(harness, "GRACE", harness.TIMEOUT)
 
 
 def build_hsdp(rank: int, world: int) -> dict[str, Any]:
