@@ -33,6 +33,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
         "shardckpt.stream.versions.hf_delta_format",
         "shardckpt.stream.versions.hf_delta_reader",
     ): "0.1 s; most folders with an index are models",
+    ("shardckpt.offline.write.stream", "shardckpt.native.payload"): "0.01 s; most files have no block hashes",
     ("shardckpt.torchrun", "importlib.metadata"): "0.02 s; few commands need it",
     ("shardckpt.checkpoint.load.load", "shardckpt.checkpoint.load.live_check"): "few loads ask for it",
     ("shardckpt.checkpoint.load.load_planner", "shardckpt.checkpoint.load.optim_load_plan"): TENSORS_ALONE,
