@@ -59,7 +59,7 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 
 def encode(old: NDArray[np.uint16], new: NDArray[np.uint16]) -> bytes:
     """Encode what changed."""
-    return encode_change(find_changes(old, new))
+    return encode_change(find_changes(old, new)[0])
 
 
 def compress(old: NDArray[np.uint16], new: NDArray[np.uint16]) -> bytes:

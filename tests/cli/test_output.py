@@ -79,6 +79,16 @@ class TestStatus:
         assert following == f"next: shardckpt task {plan} 0; then shardckpt commit {plan}"
         assert run_here("task", plan, "0").out.startswith(f"1 part done\n{plan}: 1 of 1 task ended, ")
 
+    def test_a_commit_to_a_full_disk_keeps_its_verdict(self, tmp_path: Path) -> None:
+        shardckpt.save({"w": torch.ones(100)}, tmp_path / "step")
+        plan = tmp_path / "plan.json"
+        run_here("verify", tmp_path / "step", "--plan", plan)
+        run_here("task", plan, "0")
+        with Path("/dev/full").open("w") as full:
+            lost = run("commit", plan, stdout=full)
+        assert lost.code == 3 and "No space left" in lost.err
+        assert "intact" in run_here("commit", plan).out
+
     @pytest.mark.parametrize("verb", ["consolidate", "verify"])
     def test_of_a_plan(self, verb: str, tmp_path: Path) -> None:
         run_of_steps, plan = tmp_path / "run", tmp_path / "plan.json"

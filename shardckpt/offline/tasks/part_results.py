@@ -22,15 +22,7 @@ _MAX_RESULT_BYTES = 256 << 20
 
 
 class PartResults(PlanFolder):
-    """What the tasks of one plan have done so far.
-
-    Args:
-        plan: The plan.
-        url: Path or URL of its file, for messages.
-
-    Raises:
-        FormatError: The plan names folders that no plan has.
-    """
+    """What the tasks of one plan have done so far, in its folder."""
 
     def __init__(self, plan: TaskPlan, url: str = "") -> None:
         super().__init__(plan, url)

@@ -21,12 +21,8 @@ __all__ = ["PlanFolder"]
 
 _PLAN, _COMMIT, _DISCARD = "plan.json", "commit-", "discard"
 _DISCARDED, _COMMITTED = b'{"discarded": true}\n', b'{"committed": true}\n'  # in place of the plan
-_RESTS = b"no plan"  # a commit or a discard did not remove all of the folder
-_ENDS = {
-    _DISCARDED: "a plan that was discarded",
-    _COMMITTED: "a plan that was committed",
-    _RESTS: "rests of a plan that had ended, which are removed now",
-}
+_ENDS = {_DISCARDED: "a plan that was discarded", _COMMITTED: "a plan that was committed"}
+_RESTS = "rests of a plan that had ended, which are removed now"
 _MAX_REMOVALS = 100  # of a folder that late tasks write into; each writes at most once more
 
 
@@ -65,13 +61,16 @@ class PlanFolder:
         """Require that the folder of this plan is here, and that nobody discards the plan. Raises StorageError."""
         found = self._read_plan()
         if found != self._encoded and not (or_discarded and found == _DISCARDED):
-            raise self._ended_error(found)
+            raise self._ended_error(self._describe_end(found))
 
-    def _ended_error(self, found: bytes) -> StorageError:
+    def _describe_end(self, found: bytes) -> str:
+        return _ENDS.get(found, f"no {self._plan.folder}/{_PLAN}")
+
+    def _ended_error(self, found: str) -> StorageError:
         return StorageError(
             "the folder of this plan is not here",
             where=self._url,
-            found=_ENDS.get(found, f"no {self._plan.folder}"),
+            found=found,
             fix="Give every machine the same storage. If the plan was committed or discarded, make a new one.",
         )
 
@@ -90,9 +89,9 @@ class PlanFolder:
         lock = self._lock()
         try:
             found = self._read_plan()
-            if found == _COMMITTED or (not found and lock != -1):
+            if found == _COMMITTED or (not found and or_discarded and lock != -1):
                 self.remove()  # the commit or the discard failed or was killed amid this
-                raise self._ended_error(found or _RESTS)
+                raise self._ended_error(_ENDS.get(found, _RESTS))
             with self.explain_end(or_discarded=or_discarded):
                 self.require_started(or_discarded=or_discarded)
                 yield
@@ -143,7 +142,7 @@ class PlanFolder:
         has_commit = any(name.startswith(_COMMIT) for name in self._list_marks())
         if (found := self._read_plan()) not in (self._encoded, _DISCARDED):
             self.remove()
-            raise self._ended_error(found)
+            raise self._ended_error(self._describe_end(found))
         with self._store.create(_PLAN) as writer:
             writer.write(_DISCARDED)
         return has_commit
@@ -165,7 +164,7 @@ class PlanFolder:
         is_discarded = _DISCARD in self._list_marks()
         if is_discarded or not self.is_started():
             self.remove_late_file(name)
-            raise self._ended_error(_DISCARDED if is_discarded else self._read_plan())
+            raise self._ended_error(self._describe_end(_DISCARDED if is_discarded else self._read_plan()))
 
     def remove_late_file(self, name: str) -> None:
         """Remove a file that was written after the plan ended, or without it the folder. Raises StorageError."""

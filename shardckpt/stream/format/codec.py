@@ -31,7 +31,6 @@ __all__ = [
     "ChangedWords",
     "apply_change",
     "apply_part",
-    "compare",
     "compose_changes",
     "decode_change",
     "encode_change",
@@ -79,13 +78,12 @@ class ChangedWords(NamedTuple):
     new: Words
 
 
-def find_changes(old: Elements, new: Elements) -> BoxChange:
-    """Return what changed from `old` to `new`: every new element, if the positions would not save bytes."""
-    return compare(old, new)[0]
+def find_changes(old: Elements, new: Elements) -> tuple[BoxChange, ChangedWords | None]:
+    """Return what changed from `old` to `new`, and the words that changed.
 
-
-def compare(old: Elements, new: Elements) -> tuple[BoxChange, ChangedWords | None]:
-    """Return what changed, as `find_changes`, and in which words; None if every element or another size is compared."""
+    The change has every new element if positions would not save bytes. Then there are no words, and none either if the
+    elements do not fill them.
+    """
     if old.shape != new.shape or old.dtype != new.dtype or old.ndim != 1:
         raise ValueError(f"both must be flat and alike, got {old.dtype} {old.shape} and {new.dtype} {new.shape}")
     most = len(new) * new.itemsize // (new.itemsize + _GAP_BYTES)

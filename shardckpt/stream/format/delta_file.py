@@ -133,21 +133,21 @@ def _fits(box: Box, tensor: StreamTensor) -> bool:
     return len(box.offset) == len(box.size) == len(shape) and box.within(shape)
 
 
-def read_changes(store: Store, changes: Iterable[LocatedChange]) -> Iterator[tuple[LocatedChange, memoryview]]:
-    """Yield changes with their bytes, verified, in bounded batches."""
+def read_changes(store: Store, changes: Iterable[LocatedChange]) -> Iterator[list[tuple[LocatedChange, memoryview]]]:
+    """Yield batches, bounded in bytes, of changes with their bytes, verified."""
     batch: list[LocatedChange] = []
     nbytes = 0
     for change in changes:
         if batch and nbytes + change.nbytes > _BATCH_BYTES:
-            yield from _read_batch(store, batch)
+            yield _read_batch(store, batch)
             batch, nbytes = [], 0
         batch.append(change)
         nbytes += change.nbytes
     if batch:
-        yield from _read_batch(store, batch)
+        yield _read_batch(store, batch)
 
 
-def _read_batch(store: Store, batch: Sequence[LocatedChange]) -> Iterator[tuple[LocatedChange, memoryview]]:
+def _read_batch(store: Store, batch: Sequence[LocatedChange]) -> list[tuple[LocatedChange, memoryview]]:
     buffers = [memoryview(bytearray(each.nbytes)) for each in batch]
     store.read([Read(each.file, each.start, buffer) for each, buffer in zip(batch, buffers, strict=True)])
     for change, buffer in zip(batch, buffers, strict=True):
@@ -158,4 +158,4 @@ def _read_batch(store: Store, batch: Sequence[LocatedChange]) -> Iterator[tuple[
                 found=change.name,
                 fix="Take a newer version, or an anchor.",
             )
-        yield change, buffer
+    return [*zip(batch, buffers, strict=True)]

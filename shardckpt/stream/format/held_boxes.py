@@ -11,7 +11,7 @@ from shardckpt.boxes import Box, Shape, flat_index, intersect, is_contiguous
 from shardckpt.dtypes import nbytes
 from shardckpt.storage.store import Store
 from shardckpt.storage.thread_pool import ThreadPool
-from shardckpt.stream.format.codec import BoxChange, compare, decode_change, map_change, shift_positions
+from shardckpt.stream.format.codec import BoxChange, decode_change, find_changes, map_change, shift_positions
 from shardckpt.stream.format.delta_file import LocatedChange, read_changes
 from shardckpt.stream.format.digest import ZERO, Digest, digest_box, digest_changes, digest_words
 from shardckpt.stream.format.stream_records import StreamTensor
@@ -106,7 +106,7 @@ def sum_digests(boxes: Sequence[HeldBox], work: Callable[[HeldBox], Digest]) -> 
 
 def compare_box(held: HeldBox, old: NDArray[Any], new: NDArray[Any]) -> tuple[BoxChange, Digest]:
     """Return what changed in a held box, and what that adds to its tensor's digest."""
-    change, words = compare(old, new)
+    change, words = find_changes(old, new)
     start, rest = divmod(flat_index(held.shape, held.box.offset) * old.itemsize, _WORD)
     if words is None or rest or not is_contiguous(held.shape, held.box):
         return change, digest_change(held, change, old)[0]
@@ -156,11 +156,12 @@ def collect_changes(
     found: dict[HeldBox, list[PartChange]] = {}
     for index in indexes:
         wanted = [each for each in index if _is_held(each, by_name)]
-        for located, change in map_shared(decode, read_changes(store, wanted)):
-            for held in by_name[located.name]:
-                part = intersect(located.box, held.box)
-                if part is not None and part.volume:
-                    found.setdefault(held, []).append(PartChange(map_change(change, located.box, part), part))
+        for batch in read_changes(store, wanted):
+            for located, change in map_shared(decode, batch):
+                for held in by_name[located.name]:
+                    part = intersect(located.box, held.box)
+                    if part is not None and part.volume:
+                        found.setdefault(held, []).append(PartChange(map_change(change, located.box, part), part))
     return found
 
 
